@@ -404,7 +404,7 @@ class evicting final : public pipeline {
           static_assert(!takes_worths<typename One::eviction>,
                         "the C library has no methods that take worths: freekv_rows has no member for them");
           static_assert(
-              !std::is_same_v<typename One::eviction, dapq>,
+              !std::is_same_v<typename One::eviction, dapq> && !cuts_blocks<typename One::eviction>,
               "the C library has no methods that probe rows observe prompts for: no call takes these");
           typename One::eviction eviction;
           if constexpr (std::is_same_v<typename One::eviction, raas>) {

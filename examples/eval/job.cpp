@@ -223,7 +223,7 @@ job::job(const arguments& wanted)
   });
   if (std::any_of(contenders_.begin(), contenders_.end(),
                   [](const contender& c) { return c.method.takes_probes(); }))
-    place_.probes = dapq{}.window;
+    place_.probes = std::max(dapq{}.window, epi_cache{}.window);
   const auto& shape = model_.shape();
   const int longest = std::max(
       {static_cast<int>(text_.size()), wanted.does("generate") ? wanted.prompt + wanted.generate + 1 : 0,

@@ -184,17 +184,12 @@ std::vector<float> prompt_cache::float_keys(int layer) const {
   return result;
 }
 
-void prompt_cache::restore(pipeline& pipeline) const {
-  pipeline.restart();
-  pipeline.begin_step(tokens_, step_phase::prefill);
-  append_to(pipeline, pipeline.only());
-}
+void prompt_cache::restore(pipeline& pipeline) const { append_to(pipeline, pipeline.reopen()); }
 
 sequence_id prompt_cache::open(pipeline& pipeline) const {
-  const step_input rows{pipeline.open(), tokens_, step_phase::prefill};
-  pipeline.begin_step({&rows, 1});
-  append_to(pipeline, rows.sequence);
-  return rows.sequence;
+  const sequence_id sequence = pipeline.open();
+  append_to(pipeline, sequence);
+  return sequence;
 }
 
 std::vector<float> prompt_cache::layer_of(const std::vector<std::uint16_t>& queries, int layer) const {
@@ -205,14 +200,24 @@ std::vector<float> prompt_cache::layer_of(const std::vector<std::uint16_t>& quer
 }
 
 void prompt_cache::append_to(pipeline& pipeline, sequence_id sequence) const {
+  const int most = std::min(tokens_, pipeline.most_prompt_rows());
   std::vector<float> queries;
-  for (int layer = 0; layer < shape_.layers; ++layer) {
-    if (pipeline.observes_prompts()) queries = layer_of(queries_, layer);
-    pipeline.append_stored(layer, keys(layer), values(layer), queries);
+  for (int done = 0; done < tokens_; done += most) {
+    const step_input rows{sequence, std::min(most, tokens_ - done), step_phase::prefill};
+    const auto part = [&](const auto& all) {
+      const std::size_t row = all.size() / to_size(tokens_);
+      return std::span(all).subspan(to_size(done) * row, to_size(rows.tokens) * row);
+    };
+    pipeline.begin_step({&rows, 1});
+    for (int layer = 0; layer < shape_.layers; ++layer) {
+      if (pipeline.observes_prompts()) queries = layer_of(queries_, layer);
+      pipeline.append_stored(layer, part(keys(layer)), part(values(layer)), part(queries));
+    }
+    pipeline.end_step();
+    if (!pipeline.takes_probes() || (!pipeline.cuts_blocks() && done + rows.tokens < tokens_)) continue;
+    for (int layer = 0; layer < shape_.layers; ++layer)
+      pipeline.observe(sequence, layer, layer_of(probes_, layer));
   }
-  pipeline.end_step();
-  for (int layer = 0; pipeline.takes_probes() && layer < shape_.layers; ++layer)
-    pipeline.observe(sequence, layer, layer_of(probes_, layer));
 }
 
 key_basis prompt_cache::learn_basis(basis_rows rows, int rank) const {

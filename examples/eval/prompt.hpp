@@ -48,8 +48,9 @@ class prompt_cache {
   /// The keys of one layer as float.
   std::vector<float> float_keys(int layer) const;
 
-  /// Makes `pipeline` hold this prompt and nothing else, and gives it the probe rows that it takes. Throws
-  /// usage_error if it observes prompts, or takes probe rows, and no queries of these are kept.
+  /// Makes `pipeline` hold this prompt and nothing else, and gives it the probe rows that it takes; of one
+  /// that cuts blocks in blocks, the same probe rows for each, and rows as the full prefill computed them.
+  /// Throws usage_error if it observes prompts, or takes probe rows, and no queries of these are kept.
   void restore(pipeline& pipeline) const;
   /// A new sequence of `pipeline`, which holds this prompt.
   sequence_id open(pipeline& pipeline) const;

@@ -60,7 +60,8 @@ struct method_spec {
   std::string plan = "retrieval";  ///< or "complete", "window", "sliding", "by_head", "eviction"
   std::string eviction = "h2o";    ///< of plan "eviction"
   bool keeps_prompt = false;       ///< of raas
-  int interval = 0;  ///< of methods that forget at times: decode rows between; 0: the method's own
+  int interval = 0;  ///< of methods that forget at times: decode rows between, of epi_cache tokens of a
+                     ///< block; 0: the method's own, of epi_cache the budget
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
   bool evicts() const { return plan == "eviction"; }
@@ -68,7 +69,9 @@ struct method_spec {
   /// Whether an engine says what tokens are worth: models without trained gates cannot.
   bool takes_worths() const;
   /// Whether an engine runs pseudo tokens behind a prompt, whose queries decide what stays of it.
-  bool takes_probes() const { return evicts() && eviction == dapq::name; }
+  bool takes_probes() const { return evicts() && (eviction == dapq::name || cuts_blocks()); }
+  /// Whether prompts are cut block by block as they are read.
+  bool cuts_blocks() const { return evicts() && eviction == epi_cache::name; }
   /// Whether each KV head keeps what a list says.
   bool needs_head_list() const {
     return plan == "by_head" || (evicts() && eviction == razor_attention_compensated::name);
@@ -112,6 +115,7 @@ struct method_data {
   std::span<const layer_kind> head_kinds{};
   int kv_heads = 1;
   int page = 32, sink = 64, window = 128;  ///< tokens; of raas, and the sink of razor_attention_compensated
+  int budget = 512;                        ///< tokens; of epi_cache, whose blocks are as large
   std::vector<bool> sliding_layers{};      ///< (layers), or none
 };
 
@@ -232,6 +236,12 @@ template <>
 struct policy_maker<hard_kv_merge> : maker_by_interval<hard_kv_merge, &hard_kv_merge::interval> {};
 template <>
 struct policy_maker<hard_kv_pairs> : maker_by_interval<hard_kv_pairs, &hard_kv_pairs::interval> {};
+template <>
+struct policy_maker<epi_cache> {
+  static epi_cache from(const method_spec& m, const method_data& data) {
+    return {.block_tokens = m.interval > 0 ? m.interval : data.budget};
+  }
+};
 template <template <int> class Residency>
 struct policy_maker<Residency<dynamic>> {
   static Residency<dynamic> from(const method_spec& m, const method_data&) { return {{{m.spare}}}; }
@@ -273,9 +283,9 @@ using residency_list = policy_list<first_unselected<dynamic>, least_recently_use
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
                                int8_channel, int4_channel, low_rank_keys<dynamic>>;
 using eviction_list =
-    policy_list<h2o, mikv, tova, snapkv, dapq, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake,
-                r_kv, arkv_origin, arkv, arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs,
-                razor_attention_compensated, trim_kv, given_worths>;
+    policy_list<h2o, mikv, tova, snapkv, dapq, epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv,
+                defensive_kv, cake, r_kv, arkv_origin, arkv, arkv_split, d2o, exact_merge, hard_kv_merge,
+                hard_kv_pairs, razor_attention_compensated, trim_kv, given_worths>;
 
 inline constexpr auto& summaries = summary_list::choices;
 inline constexpr auto& device_summaries = device_summary_list::choices;

@@ -12,7 +12,7 @@ namespace freekv::examples {
 /// Beside it full attention of the same rows is kept, for `attend_full`: what the method itself has
 /// forgotten. Its bytes are not the method's; of the time of an `append` it takes a copy of the rows. The
 /// budget is sink, window and selected pages together; page, sink and window are raas' page, and its own sink
-/// and window, or its room where it keeps prompts.
+/// and window, or its room where it keeps prompts. Of epi_cache a block is as many tokens as the budget.
 template <class Shape>
 class evicting_pipeline_of_shape final : public pipeline {
   using implementation = evicting_pipeline<Shape, eviction_list::any>;
@@ -43,6 +43,11 @@ class evicting_pipeline_of_shape final : public pipeline {
     return resolve(pipeline_.configuration().eviction, [](const auto& e) { return e.observed_rows() > 0; });
   }
   bool takes_probes() const override { return takes_probes_; }
+  bool cuts_blocks() const override {
+    return resolve(pipeline_.configuration().eviction,
+                   []<class E>(const E&) { return freekv::cuts_blocks<E>; });
+  }
+  int most_prompt_rows() const override { return pipeline_.most_prompt_rows(); }
 
   void begin_step(std::span<const step_input> rows) override {
     step_ = pipeline_.begin_step(rows);
@@ -108,6 +113,7 @@ class evicting_pipeline_of_shape final : public pipeline {
     data.window = std::min(o.budget.window, longest + o.page);
     data.head_kinds = head_kinds;
     data.kv_heads = o.kv_heads;
+    data.budget = s.budget;
     s.eviction = find_by_name("eviction", evictions, o.method.eviction).make(o.method, data);
     return s;
   }

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -68,6 +69,11 @@ class pipeline {
   virtual bool observes_prompts() const { return false; }
   /// Whether the method is one of those whose prompts probe rows observe.
   virtual bool takes_probes() const { return false; }
+  /// Whether a step's prompt rows are a block of a prompt that is cut behind each, and probe rows observe
+  /// each.
+  virtual bool cuts_blocks() const { return false; }
+  /// Most prompt rows that a sequence brings to a step.
+  virtual int most_prompt_rows() const { return std::numeric_limits<int>::max(); }
 
   virtual void begin_step(std::span<const step_input> rows) = 0;
   virtual void append(int layer, std::span<const float> keys, std::span<const float> values,
@@ -107,6 +113,11 @@ class pipeline {
   void restart() {
     if (!abandon_step() && only_) release(*only_);
     only_.reset();
+  }
+  /// Forgets the sequence likewise, and starts an empty one.
+  sequence_id reopen() {
+    restart();
+    return only_.emplace(open());
   }
   step_report report(int layer) const { return report(layer, only_.value()); }
   sequence_id only() const { return only_.value(); }

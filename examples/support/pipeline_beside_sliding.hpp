@@ -28,6 +28,8 @@ class pipeline_beside_sliding final : public pipeline {
   std::int32_t free_pages() const override { return method_->free_pages(); }
   bool observes_prompts() const override { return method_->observes_prompts(); }
   bool takes_probes() const override { return method_->takes_probes(); }
+  bool cuts_blocks() const override { return method_->cuts_blocks(); }
+  int most_prompt_rows() const override { return method_->most_prompt_rows(); }
 
   void begin_step(std::span<const step_input> rows) override;
   void append(int layer, std::span<const float> keys, std::span<const float> values,

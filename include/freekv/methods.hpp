@@ -331,6 +331,13 @@ struct dapq : named_eviction<freekv::dapq> {
   static constexpr std::string_view about = "snapkv whose votes are those of pseudo tokens behind the prompt";
   static constexpr std::string_view published = "arXiv 2603.11564";
 };
+/// EpiCache's cuts of prompts: `freekv::epi_cache`, to which an engine gives the queries of a patched prompt.
+struct epi_cache : named_eviction<freekv::epi_cache> {
+  static constexpr std::string_view name = "epi_cache";
+  static constexpr std::string_view about =
+      "a prompt is cut behind each block by rows behind it, and never has more than budget and block";
+  static constexpr std::string_view published = "arXiv 2509.17396";
+};
 /// PyramidKV: `freekv::pyramid_kv`.
 struct pyramid_kv : named_eviction<freekv::pyramid_kv> {
   static constexpr std::string_view name = "pyramid_kv";
@@ -472,8 +479,8 @@ using all =
                 freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
                 freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
                 freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, mikv, tova, snapkv, dapq,
-                pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, arkv,
-                arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs, razor_attention_compensated,
+                epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin,
+                arkv, arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs, razor_attention_compensated,
                 trim_kv, given_worths>;
 
 }  // namespace methods

@@ -66,6 +66,16 @@ struct noticed : tova {
 };
 static_assert(eviction_policy<noticed>);
 
+/// noticed, which reads a prompt in blocks of 16 tokens, and keeps the budget of each.
+struct briefly : noticed {
+  using hooks = hook_list<hook::blocks, hook::observe>;
+  static constexpr std::string_view name = "briefly";
+  constexpr bool stages_prompt() const { return false; }
+  constexpr int block(const eviction_limits&) const { return 16; }  // most prompt rows of a step
+  constexpr int capacity(const eviction_limits& most) const { return most.budget + 16; }
+};
+static_assert(eviction_policy<briefly>);
+
 /// noticed, whose layers' budgets are as their first heads' attention is spread.
 struct spread : noticed {
   using hooks = hook_list<hook::allocate, hook::observe>;
@@ -166,7 +176,7 @@ decoded decode() {
         seen.most = std::max(seen.most, count);
     seen.out = out;
   };
-  step({sequence, 40, step_phase::prefill}, 40);
+  for (const int rows : {16, 16, 8}) step({sequence, rows, step_phase::prefill}, rows);
   for (int i = 0; i < 20; ++i) step({sequence}, 1);
   return seen;
 }
@@ -228,10 +238,13 @@ TEST_CASE("the methods that docs/add-a-method.md shows run", "[conforms]") {
   CHECK(freekv::testing::conforms<weighed>(of_weighed) == std::vector<std::string>{});
   // Each does what its base does not.
   const decoded plain = decode<tova>(), few = decode<noticed>(), uneven = decode<spread>(),
-                merged = decode<runs>(), by_gate = decode<weighed>(), coded = decode<faded>();
+                merged = decode<runs>(), cut_early = decode<briefly>(), by_gate = decode<weighed>(),
+                coded = decode<faded>();
   CHECK(plain.most == 25);
   CHECK(few.most <= 25);
   CHECK(few.out != plain.out);
+  CHECK(cut_early.most <= 25);
+  CHECK(cut_early.out != few.out);
   CHECK(uneven.most > 25);
   CHECK(uneven.most <= 49);
   CHECK(coded.most == 25);

@@ -13,7 +13,7 @@ const std::vector<std::string> forgetful_variants{
     "h2o",           "mikv",         "tova",         "snapkv",      "pyramid_kv",    "raas",
     "lazy_eviction", "hard_kv",      "defensive_kv", "cake",        "r_kv",          "arkv_origin",
     "arkv",          "arkv_split",   "d2o",          "exact_merge", "hard_kv_merge", "hard_kv_pairs",
-    "trim_kv",       "given_worths", "dapq"};
+    "trim_kv",       "given_worths", "dapq",         "epi_cache"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -87,11 +87,15 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       const auto settings = eviction_settings_of(o);
       CHECK(settings.budget == budget);
       oracle::forgetful_decoder expected(settings);
-      if (prompt > 0)
-        expected.prompt(trace.rows(trace.q, 0, prompt), trace.rows(trace.k, 0, prompt),
-                        trace.rows(trace.v, 0, prompt), trace.rows(trace.worths, 0, prompt));
-
-      if (variant == "dapq" && prompt > 0) expected.observe(trace.probes);
+      // A block is as many tokens as the budget, and the same probe rows observe each.
+      const int block = variant == "epi_cache" ? budget : prompt;
+      for (int done = 0; done < prompt; done += block) {
+        const auto part = [&](const std::vector<float>& of) {
+          return trace.rows(of, done, std::min(block, prompt - done));
+        };
+        expected.prompt(part(trace.q), part(trace.k), part(trace.v), part(trace.worths));
+        if (variant == "dapq" || variant == "epi_cache") expected.observe(trace.probes);
+      }
 
       const tensor_map written = read_tensors(folder / "out");
       const auto out = elements_of<float>(written.at("out")), lse = elements_of<float>(written.at("lse"));
@@ -105,16 +109,18 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       CHECK(std::any_of(coded.begin(), coded.end(), is_coded) == (variant == "mikv"));
       CHECK(written.at("selected").shape == std::vector<std::int64_t>{steps, trace.kv_heads, columns});
       // Slots: what the budget says, and no more.
-      const int slots = variant == "raas"             ? budget + 16
-                        : variant.starts_with("arkv") ? budget
-                        : variant == "mikv"           ? trace.tokens
-                        : variant == "lazy_eviction"  ? std::min(budget + 64, trace.tokens)
-                        : variant.starts_with("hard_kv") || variant == "r_kv"
-                            ? std::min(budget + 128, trace.tokens)
-                        : variant == "snapkv" || variant == "dapq" || variant == "pyramid_kv" ||
-                                variant == "defensive_kv" || variant == "cake"
-                            ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
-                            : budget + 1;
+      const int slots =
+          variant == "raas"                                     ? budget + 16
+          : variant.starts_with("arkv")                         ? budget
+          : variant == "mikv"                                   ? trace.tokens
+          : variant == "lazy_eviction"                          ? std::min(budget + 64, trace.tokens)
+          : variant.starts_with("hard_kv") || variant == "r_kv" ? std::min(budget + 128, trace.tokens)
+          : variant == "epi_cache"
+              ? std::min(budget + std::max(budget, prompt == 0 ? trace.tokens : steps), trace.tokens)
+          : variant == "snapkv" || variant == "dapq" || variant == "pyramid_kv" ||
+                  variant == "defensive_kv" || variant == "cake"
+              ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
+              : budget + 1;
       const int most = variant == "raas" ? std::min(slots, (trace.tokens + 15) / 16 * 16) : slots;
       const bool pooled = variant == "cake";  // a head may have any part of what all have
       const int pool = prompt == 0 ? budget + trace.tokens : slots;  // where a prompt could have come too
@@ -211,10 +217,13 @@ TEST_CASE("what methods that forget cannot do is refused", "[replay][eviction]")
                                         "--sink", "8", "--window", "8", "--k", "1"})),
                Catch::Contains("--variant " + variant + " goes by what a model's gates say of each token") &&
                    Catch::Contains("the trace has no tensor worths (tokens, n_kv)"));
-  CHECK_THAT(sentence_of(run_program({FREEKV_REPLAY, folder / "trace", "--variant", "dapq", "--page", "8",
-                                      "--sink", "8", "--window", "8", "--k", "3"})),
-             Catch::Contains("--variant dapq goes by the queries of pseudo tokens behind the prompt, and the "
-                             "trace has no tensor q_probe (rows, n_qo, d)"));
+  for (const std::string variant : {"dapq", "epi_cache"})
+    CHECK_THAT(sentence_of(run_program({FREEKV_REPLAY, folder / "trace", "--variant", variant, "--page", "8",
+                                        "--sink", "8", "--window", "8", "--k", "3"})),
+               Catch::Contains(
+                   "--variant " + variant +
+                   " goes by the queries of pseudo tokens behind the prompt, and the trace has no tensor "
+                   "q_probe (rows, n_qo, d)"));
   // What a trace has under these names is looked at, whatever the variant.
   const auto zeros = [](std::vector<std::int64_t> shape, const std::string& dtype = "F32") {
     std::int64_t bytes = 4;

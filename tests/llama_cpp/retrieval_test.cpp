@@ -487,17 +487,21 @@ TEST_CASE("pseudo tokens have the queries of tokens at the positions behind the 
   const prompt_cache again(m, all.first(prompt), place, counts);
   CHECK(reports == before);
   freekv::host_backend backend;
-  auto o = options(m.shape(), {.plan = "eviction", .eviction = "dapq"});
-  o.budget = {16, 32, 1};
-  const auto decode = [&](const prompt_cache& held) {
-    const auto p = make_pipeline(o, backend);
-    held.restore(*p);
-    retrieval_attention attention(*p, m.shape(), 0);
-    engine e(m, {.threads = 1, .context = 1, .rows = 1});
-    const auto of = e.decode(words[0], prompt, attention);
-    return std::vector<float>(of.begin(), of.end());
-  };
-  CHECK(decode(again) == decode(kv));
-  const prompt_cache without(m, all.first(prompt), {.folder = {}, .threads = 1, .queries = true}, counts);
-  CHECK_THROWS_AS(decode(without), freekv::usage_error);
+  for (const char* eviction : {"dapq", "epi_cache"}) {
+    auto o =
+        options(m.shape(), {.plan = "eviction", .eviction = eviction, .interval = 16});  // tokens of a block
+    o.budget = {16, 32, 1};
+    const auto decode = [&](const prompt_cache& held) {
+      const auto p = make_pipeline(o, backend);
+      held.restore(*p);
+      CHECK(p->tokens(p->only()) == prompt);
+      retrieval_attention attention(*p, m.shape(), 0);
+      engine e(m, {.threads = 1, .context = 1, .rows = 1});
+      const auto of = e.decode(words[0], prompt, attention);
+      return std::vector<float>(of.begin(), of.end());
+    };
+    CHECK(decode(again) == decode(kv));
+    const prompt_cache without(m, all.first(prompt), {.folder = {}, .threads = 1, .queries = true}, counts);
+    CHECK_THROWS_AS(decode(without), freekv::usage_error);
+  }
 }

@@ -19,7 +19,7 @@ sed 's/^{/{"stop": "\\n", /' "$texts/tasks.jsonl" >"$folder/stops.jsonl"
   --top-p 0.9 --commit smoke
 for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/full" \
-  --full --section quality --section budgets --section taus --section poolings --section queries --section lengths --section stages --variant freekv --variant fasa --variant dapq --variant razor_attention \
+  --full --section quality --section budgets --section taus --section poolings --section queries --section lengths --section stages --variant freekv --variant fasa --variant dapq --variant epi_cache --variant razor_attention \
   --variant razor_attention_compensated --head-list "$folder/heads.txt" --prompt 500 --steps 4 --deep-steps 4 --budget 256 --budgets 256 320 --taus 0.5 1 \
   --lengths 400 500 --rounds 1 --timed-steps 2 --commit smoke
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/together" \
@@ -184,7 +184,7 @@ def of(bench, metric, case, key):
     return {l[key]: l["value"] for l in full if (l["bench"], l["metric"], l["case"]) == (bench, metric, case)}
 
 
-assert {l["case"] for l in full if l["bench"] == "quality"} == {"full", "freekv", "fasa", "dapq", "razor_attention", "razor_attention_compensated"}
+assert {l["case"] for l in full if l["bench"] == "quality"} == {"full", "freekv", "fasa", "dapq", "epi_cache", "razor_attention", "razor_attention_compensated"}
 heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention")]
 assert len(heads) == 29 and all(abs(head[0] - 1) < 1e-5 > head[2] - 1 for head in heads)  # head 0 keeps everything
 heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention_compensated")]
@@ -197,7 +197,8 @@ assert list(cosines) == ["least", "middle", "most", "below_tau"] and {len(l["by_
 assert cosines["least"]["value"] <= cosines["middle"]["value"] <= cosines["most"]["value"] and 0 <= cosines["below_tau"]["value"] <= 1
 assert list(of("budget", "mass_kept", "freekv", "budget")) == [256, 320]
 assert of("budget", "mass_kept", "freekv", "budget")[256] < of("budget", "mass_kept", "freekv", "budget")[320]
-assert of("budget", "mass_kept", "dapq", "budget")[256] < of("budget", "mass_kept", "dapq", "budget")[320]
+for variant in ("dapq", "epi_cache"):
+    assert of("budget", "mass_kept", variant, "budget")[256] < of("budget", "mass_kept", variant, "budget")[320]
 assert of("tau", "corrected", "freekv", "tau")[0.5] <= of("tau", "corrected", "freekv", "tau")[1] == 1
 assert set(of("length", "attention_seconds", "freekv", "length")) == {400, 500}
 

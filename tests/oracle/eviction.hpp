@@ -24,6 +24,7 @@ enum class eviction_kind {
   tova,
   snapkv,
   dapq,
+  epi_cache,
   pyramid_kv,
   raas,
   lazy_eviction,
@@ -97,24 +98,37 @@ class forgetful_decoder {
   explicit forgetful_decoder(const eviction_settings& s)
       : s_(s), heads_(static_cast<std::size_t>(s.kv_heads)) {}
 
-  /// Rows of the prompt: `q` (tokens, n_qo, d), keys and values (tokens, n_kv, d); worths (tokens, n_kv) of
-  /// methods that take them.
+  /// Rows of the prompt, of epi_cache a block: `q` (tokens, n_qo, d), keys and values (tokens, n_kv, d);
+  /// worths (tokens, n_kv) of methods that take them.
   void prompt(std::span<const float> q, std::span<const float> keys, std::span<const float> values,
               std::span<const float> worths = {}) {
+    if (cuts_blocks()) end_block();
     queries_.insert(queries_.end(), q.begin(), q.end());
     given_.insert(given_.end(), worths.begin(), worths.end());
     append(keys, values);
+    if (cuts_blocks())
+      for (head_state& h : heads_)
+        for (int token = prompt_; token < length_; ++token) h.units.insert(token);
     prompt_ = length_;
   }
+  /// Of epi_cache: what a KV head holds of the prompt so far.
+  std::vector<int> held(int head) const {
+    const auto& units = heads_[static_cast<std::size_t>(head)].units;
+    return {units.begin(), units.end()};
+  }
 
-  /// Probe rows (rows, n_qo, d) that observe the prompt from behind it.
+  /// Probe rows (rows, n_qo, d) that observe the prompt from behind it, or its last block.
   void observe(std::span<const float> q) { probes_.insert(probes_.end(), q.begin(), q.end()); }
 
-  /// Exact attention of a prompt row to everything up to itself.
+  /// Exact attention of a prompt row to everything up to itself; of epi_cache, of the last block, to what is
+  /// held of it.
   attention prompt_row(int row) const {
     attention all;
-    for (int head = 0; head < s_.kv_heads; ++head)
-      attend_group(query_row(row), head, tokens_up_to(row + 1), all);
+    for (int head = 0; head < s_.kv_heads; ++head) {
+      std::vector<int> tokens = cuts_blocks() ? held(head) : tokens_up_to(row + 1);
+      while (tokens.back() > row) tokens.pop_back();
+      attend_group(query_row(row), head, tokens, all);
+    }
     return all;
   }
 
@@ -319,7 +333,7 @@ class forgetful_decoder {
         rows.push_back({query_row(row), row});
       return rows;
     }
-    for (int row = std::max(0, prompt_ + probes - count); row < prompt_ + probes; ++row)
+    for (int row = std::max(block_, prompt_ + probes - count); row < prompt_ + probes; ++row)
       rows.push_back(row < prompt_ ? observed_row{query_row(row), row}
                                    : observed_row{row_of(probes_, row - prompt_, width), prompt_ - 1});
     return rows;
@@ -977,6 +991,7 @@ class forgetful_decoder {
           break;
         case eviction_kind::snapkv:
         case eviction_kind::dapq:
+        case eviction_kind::epi_cache:
         case eviction_kind::pyramid_kv:
           break;
         case eviction_kind::lazy_eviction:
@@ -1014,6 +1029,7 @@ class forgetful_decoder {
       case eviction_kind::exact_merge:
       case eviction_kind::trim_kv:
       case eviction_kind::dapq:
+      case eviction_kind::epi_cache:
         return false;
       case eviction_kind::snapkv:
       case eviction_kind::pyramid_kv:
@@ -1046,7 +1062,7 @@ class forgetful_decoder {
       h.coded_of = static_cast<int>(std::ssize(h.units));
       return code_least(h, most_original());
     }
-    if (votes_by_window() && !prompt_ends) return;
+    if ((votes_by_window() || cuts_blocks()) && !prompt_ends) return;
     if (s_.kind == eviction_kind::lazy_eviction && (length_ - prompt_) % s_.window != 0) return;
     int most = (other_budget > 0 ? other_budget : prompt_budget()) / s_.page;
     if (s_.keeps_prompt)
@@ -1064,6 +1080,36 @@ class forgetful_decoder {
       h.just_left.insert(least);
     }
     if (merges()) merge(h, h.units, h.just_left);
+  }
+
+  bool cuts_blocks() const { return s_.kind == eviction_kind::epi_cache; }
+  /// EpiCache, by its published code: behind a block its tokens and those that stayed before are worth the
+  /// largest share that any observed row and query head gives them, and those of most worth stay.
+  void end_block() {
+    if (prompt_ == 0) return;
+    const int group = s_.query_heads / s_.kv_heads;
+    for (int head = 0; head < s_.kv_heads; ++head) {
+      head_state& h = heads_[static_cast<std::size_t>(head)];
+      grow(h);
+      std::map<int, double> largest;
+      for (const observed_row& row : observed_rows(s_.window))
+        for (int g = 0; g < group; ++g) {
+          std::map<int, double> scores;
+          double most = -std::numeric_limits<double>::infinity(), sum = 0;
+          for (const int token : h.units)
+            if (token <= row.last)
+              scores[token] = s_.scale * dot(row_of(row.query, head * group + g, s_.head_dim),
+                                             row_of(keys_, token * s_.kv_heads + head, s_.head_dim));
+          for (const auto& [token, score] : scores) most = std::max(most, score);
+          for (const auto& [token, score] : scores) sum += std::exp(score - most);
+          for (const auto& [token, score] : scores)
+            largest[token] = std::max(largest[token], std::exp(score - most) / sum);
+        }
+      for (const int token : h.units) h.worths[static_cast<std::size_t>(token)] = about(largest[token]);
+      leave(h, true);
+    }
+    probes_.clear();
+    block_ = prompt_;
   }
 
   /// The largest vote within the kernel, of those of tokens before the window, which dapq's is behind.
@@ -1084,6 +1130,7 @@ class forgetful_decoder {
   void end_prompt() {
     if (decodes_ || ended_ || prompt_ == 0) return;
     ended_ = true;
+    if (cuts_blocks()) return end_block();
     for (int head = 0; head < s_.kv_heads; ++head) {
       head_state& h = heads_[head];
       grow(h);
@@ -1152,6 +1199,7 @@ class forgetful_decoder {
 
   eviction_settings s_;
   int length_ = 0, prompt_ = 0;
+  int block_ = 0;  // of epi_cache, the first token of the last block
   bool decodes_ = false, ended_ = false;
   long merged_ = 0, lost_ = 0;
   std::vector<float> queries_, keys_, values_;  // keys and values of a head's token as it is now

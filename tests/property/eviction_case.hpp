@@ -18,6 +18,7 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"tova", oracle::eviction_kind::tova},
     {"snapkv", oracle::eviction_kind::snapkv},
     {"dapq", oracle::eviction_kind::dapq},
+    {"epi_cache", oracle::eviction_kind::epi_cache},
     {"pyramid_kv", oracle::eviction_kind::pyramid_kv},
     {"raas", oracle::eviction_kind::raas},
     {"lazy_eviction", oracle::eviction_kind::lazy_eviction},
@@ -110,7 +111,8 @@ struct eviction_coverage {
   long other_budgets = 0;  // of prompts, than all have together
   long below_budget = 0;   // sets of fewer tokens, though there were more
   long merged = 0, lost = 0;
-  long probed = 0;  // prompts that probe rows have observed
+  long probed = 0;                                     // prompts, or blocks, that probe rows have observed
+  long in_prompt = 0;                                  // sets of a block's last row without all tokens before
   long coded = 0, coded_sets = 0, coded_doubtful = 0;  // sets of which some or none are coded
 };
 

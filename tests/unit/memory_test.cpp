@@ -400,17 +400,17 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
       freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::raas, freekv::hard_kv, freekv::cake,
                      freekv::r_kv, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge,
                      freekv::hard_kv_pairs, freekv::razor_attention_compensated, freekv::trim_kv,
-                     freekv::given_worths, freekv::mikv, freekv::arkv_split>>;
+                     freekv::given_worths, freekv::mikv, freekv::arkv_split, freekv::epi_cache>>;
   forgetful::settings s{.model = {.layers = 2, .query_heads = 6, .kv_heads = 2},
                         .budget = 40,
                         .capacity = {.max_prompt = 60, .max_generated = 60}};
   const text source(s, 24, 60, 1);
-  const auto rows = source.at(0, 0, 60), one = source.at(0, 0, 1);
-  std::vector<float> out(60 * 6 * 24);
+  const auto rows = source.at(0, 0, 30), one = source.at(0, 0, 1);
+  std::vector<float> out(30 * 6 * 24);
   freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
   constexpr std::array kinds{freekv::layer_kind::complete, freekv::layer_kind::window,
                              freekv::layer_kind::window, freekv::layer_kind::complete};
-  for (int method = 0; method < 16; ++method) {
+  for (int method = 0; method < 17; ++method) {
     if (method == 1) s.eviction = freekv::tova{};
     if (method == 2) s.eviction = freekv::snapkv{};
     if (method == 3) s.eviction = freekv::raas{.page = 8, .sink = 8, .window = 8};
@@ -426,14 +426,16 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
     if (method == 13) s.eviction = freekv::given_worths{};
     if (method == 14) s.eviction = freekv::mikv{};
     if (method == 15) s.eviction = freekv::arkv_split{};
+    if (method == 16) s.budget = 20, s.eviction = freekv::epi_cache{.window = 8, .block_tokens = 30};
     forgetful pipeline(s, backend);
     const long before = allocations;
     for (int round = 0; round < 2; ++round) {
       const auto id = pipeline.open();
-      for (int step = 0; step < 61; ++step) {
-        const auto& now = step == 0 ? rows : one;
-        auto begun = pipeline.begin_step(
-            {{id, step == 0 ? 60 : 1, step == 0 ? step_phase::prefill : step_phase::decode}});
+      for (int step = 0; step < 62; ++step) {
+        const bool prompt = step < 2;
+        const auto& now = prompt ? rows : one;
+        auto begun =
+            pipeline.begin_step({{id, prompt ? 30 : 1, prompt ? step_phase::prefill : step_phase::decode}});
         for (int layer = 0; layer < 2; ++layer) {
           begun.append<float>(
               layer, {.keys = now.keys,
@@ -444,8 +446,8 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
           pipeline.report(layer)[id];
         }
         begun.end();
-        for (int layer = 0; method == 2 && step == 0 && layer < 2; ++layer)
-          pipeline.observe(id, layer, rows.queries);
+        const bool observes = (method == 2 && step == 1) || (method == 16 && prompt);
+        for (int layer = 0; observes && layer < 2; ++layer) pipeline.observe(id, layer, rows.queries);
       }
       pipeline.release(id);
     }

@@ -280,9 +280,8 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       "trace", o.trace,
       "safetensors file: q (T, n_qo, d), k and v (T, n_kv, d) in F32, F16 or BF16, and where the model has "
       "them sink_logits (n_qo); for low_rank_keys k_pre, as k, the keys before rotation; for trim_kv and "
-      "given_worths worths (T, n_kv), what the model's gates say; for dapq q_probe (rows, n_qo, d), queries "
-      "of "
-      "pseudo tokens behind the prompt; metadata "
+      "given_worths worths (T, n_kv), what the model's gates say; for dapq and epi_cache q_probe (rows, "
+      "n_qo, d), queries of pseudo tokens behind the prompt, or behind each block of it; metadata "
       "prompt_len, the "
       "number of prompt tokens. Or a folder of such files "
       "(*.safetensors), a layer "

@@ -86,8 +86,9 @@ void compare(std::span<const float> out, std::span<const float> lse, std::span<c
   }
 }
 
+/// The same probe rows observe every block of a prompt that is cut behind each, or the whole prompt.
 void append_prompt(pipeline& p, const trace& t, bool takes_worths, progress_line& progress) {
-  constexpr int chunk = 4096;
+  const int chunk = std::min(4096, p.most_prompt_rows());
   for (int done = 0; done < t.prompt_len; done += chunk) {
     progress.show("prompt token", done, t.prompt_len);
     const int tokens = std::min(chunk, t.prompt_len - done);
@@ -96,6 +97,8 @@ void append_prompt(pipeline& p, const trace& t, bool takes_worths, progress_line
     p.append_stored(0, t.rows_of(t.keys, done, tokens), t.rows_of(t.values, done, tokens),
                     p.observes_prompts() ? t.queries_of(done, tokens) : std::span<const float>{});
     p.end_step();
+    if (p.takes_probes() && (p.cuts_blocks() || done + tokens == t.prompt_len))
+      p.observe(p.only(), 0, t.probes);
   }
 }
 
@@ -226,7 +229,6 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   }
   const bool takes_worths = o.method.takes_worths();
   append_prompt(*p, t, takes_worths, tools.progress);
-  if (p->takes_probes() && t.prompt_len > 0) p->observe(p->only(), 0, t.probes);
   replay_steps(*p, exact ? *exact : *p, t, takes_worths, tools.progress, r ? &*r : nullptr, s);
   if (r) s.written = write_results(*job.out, o, t, *r);
   return s;

@@ -15,6 +15,7 @@ enum class hook : std::uint8_t {
   admits,  ///< of a selection that samples, `admits(score)`
   allocate,
   at,
+  blocks,  ///< of an eviction, `block`: a prompt is cut behind each of its blocks
   bytes,
   data,  ///< arrays that a policy was given, each to `visit(pointer, bytes)`
   decode,
@@ -137,12 +138,12 @@ struct checked_hook {
 };
 
 using every_hook =
-    hook_list<hook::admits, hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::demote,
-              hook::encode, hook::enough, hook::favour, hook::four_heads, hook::kept, hook::kind_of_head,
-              hook::linear, hook::mass_term, hook::merge, hook::observe, hook::prepare, hook::query_width,
-              hook::rate, hook::sees_keys, hook::shared_bytes, hook::shared_floats, hook::stored,
-              hook::summarised_by_whole_rows, hook::temperature, hook::validate, hook::values, hook::weighs,
-              hook::with_elements, hook::worths>;
+    hook_list<hook::admits, hook::allocate, hook::at, hook::blocks, hook::bytes, hook::data, hook::decode,
+              hook::demote, hook::encode, hook::enough, hook::favour, hook::four_heads, hook::kept,
+              hook::kind_of_head, hook::linear, hook::mass_term, hook::merge, hook::observe, hook::prepare,
+              hook::query_width, hook::rate, hook::sees_keys, hook::shared_bytes, hook::shared_floats,
+              hook::stored, hook::summarised_by_whole_rows, hook::temperature, hook::validate, hook::values,
+              hook::weighs, hook::with_elements, hook::worths>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

@@ -43,6 +43,11 @@ namespace freekv {
 /// A policy that observes a prompt's last rows may be given others behind them, of tokens that are not in the
 /// text (`observe`).
 ///
+/// A policy that cuts prompts block by block (`hook::blocks`) stages none: the prompt rows of a step are a
+/// block, of at most as many tokens as the policy says, and what a head holds is cut to the budget before the
+/// next. A block's rows attend to what was kept of the blocks before, and to their own up to themselves, so
+/// that the first block alone is exact.
+///
 /// Forgotten tokens cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened
 /// when a call returns, steps allocate nothing, and calls out of order throw usage_error and change nothing.
 template <class Shape, class Eviction, class Backend = host_backend>
@@ -85,6 +90,7 @@ class evicting_pipeline {
   evicting_pipeline(const footprint& needs, Backend& backend, const memory_resources& memory = {})
       : settings_(needs.configuration()),
         records_(to_size(settings_.capacity.max_sequences)),
+        block_(block_of(settings_)),
         order_(settings_.model.layers),
         slow_memory_(*memory.slow, needs.slow_bytes()),
         fast_memory_(*memory.fast, needs.fast_bytes()) {
@@ -133,7 +139,7 @@ class evicting_pipeline {
     r = {};
   }
   /// Bytes of keys and values that a sequence has in layers that forget, coded tokens by their own size; 0
-  /// before a staged prompt has ended. Throws usage_error.
+  /// before a staged prompt has ended, and all of a prompt's last block until it is cut. Throws usage_error.
   std::size_t kept_bytes(sequence_id id) const {
     known(id);
     const auto sequence = static_cast<int>(id);
@@ -146,6 +152,11 @@ class evicting_pipeline {
       }
     return bytes;
   }
+  /// Most prompt rows that a sequence brings to a step: of a policy that cuts prompts block by block the
+  /// smallest block of its layers, else max_prompt.
+  int most_prompt_rows() const {
+    return block_ > 0 ? std::min(block_, settings_.capacity.max_prompt) : settings_.capacity.max_prompt;
+  }
   /// Length of a sequence, the rows of a step in progress included, whatever is kept of it.
   int tokens(sequence_id id) const { return known(id).tokens; }
 
@@ -157,7 +168,8 @@ class evicting_pipeline {
   /// decode rows too sees these, and of the prompt's rows those whose places the probes have not taken. To be
   /// called once for each layer, when the prompt has been appended and before the first decode row, outside
   /// of a step; a layer that is given none goes by the prompt's rows, and one that keeps everything takes no
-  /// notice. Throws usage_error, also where the policy observes no prompt row, or all of them as they are
+  /// notice. Where a policy cuts prompts block by block, each block may have probe rows of its own, behind
+  /// it. Throws usage_error, also where the policy observes no prompt row, or all of them as they are
   /// appended.
   template <class Query = float>
   void observe(sequence_id id, int layer, std::type_identity_t<std::span<const Query>> queries) {
@@ -166,29 +178,36 @@ class evicting_pipeline {
     order_.expect_layer(layer, "observe");
     known(id);
     const state& s = memory_->layers[to_size(layer)];
-    const int row = s.heads.query * head_dim, observed = checked_observer();
-    record& sequence = records_[to_size(static_cast<int>(id))];
-    const auto refuse = [&](const std::string& what) {
-      throw usage_error("observe: " + detail::name_of(id) + what);
-    };
-    if (queries.empty() || queries.size() % to_size(row) != 0)
-      refuse(" is given " + std::to_string(queries.size()) + " numbers of queries for layer " +
-             std::to_string(layer) + "; give one or more rows of " + std::to_string(row));
-    if (sequence.decodes) refuse(" has decoded, and its prompt is cut; give probe rows before");
-    if (sequence.prompt == 0) refuse(" has no prompt yet; give it before its probe rows");
+    const int observed = checked_observer(), rows = checked_rows_behind("observe", id, layer, queries.size());
     if (!s.complete && s.probes[static_cast<int>(id)] > 0)
-      refuse(" has probe rows in layer " + std::to_string(layer) + " already; give all of them at once");
-    sequence.probed = true;
+      throw usage_error("observe: " + detail::name_of(id) + " has probe rows in layer " +
+                        std::to_string(layer) + " already; give all of them at once");
+    record& sequence = records_[to_size(static_cast<int>(id))];
+    sequence.probed = block_ == 0;
     if (s.complete) return;
-    const int rows = static_cast<int>(queries.size() / to_size(row)), last = std::min(rows, observed);
-    memory_->stages.probe(s,
-                          {.sequence = static_cast<int>(id),
-                           .staging = sequence.staging,
-                           .before = sequence.prompt,
-                           .tokens = last,
-                           .first_row = rows - last,
-                           .prompt = sequence.prompt},
-                          {queries.data(), row, type_of_element<Query>});
+    const int last = std::min(rows, observed);
+    detail::eviction_entry entry = entry_behind(id, last);
+    entry.first_row = rows - last;
+    memory_->stages.probe(s, entry, {queries.data(), s.heads.query * head_dim, type_of_element<Query>});
+  }
+  /// Attention of rows behind a sequence's prompt, or its last block, to what each KV head has of it: for an
+  /// engine that runs probe rows, whose keys and values are nowhere here, and which adds what they attend to
+  /// among themselves by the log-sum-exps. `queries` and `out` are (rows, query_heads, head_dim), `lse`
+  /// (rows, query_heads), in the settings' base, or empty. Changes nothing. Outside of a step, and before the
+  /// first decode row; of any policy. Throws usage_error.
+  template <class Out = float, class Query = float>
+  void attend_behind(sequence_id id, int layer, std::type_identity_t<std::span<const Query>> queries,
+                     std::type_identity_t<std::span<Out>> out, std::span<float> lse = {}) {
+    static_assert(freekv::element<Query>, "attend_behind takes queries of float, half or bfloat16");
+    order_.expect_outside_step("attend_behind");
+    order_.expect_layer(layer, "attend_behind");
+    known(id);
+    const state& s = memory_->layers[to_size(layer)];
+    const int rows = checked_rows_behind("attend_behind", id, layer, queries.size());
+    const auto to =
+        detail::checked_output(out, 0, lse, nat_in(settings_.attention.lse_base), {rows, s.heads, head_dim});
+    memory_->stages.attend(s, entry_behind(id, rows),
+                           {queries.data(), s.heads.query * head_dim, type_of_element<Query>}, to);
   }
 
   /// Step of this pipeline: retrieval_step has the same calls.
@@ -253,10 +272,11 @@ class evicting_pipeline {
     explicit step(evicting_pipeline& pipeline) : step_handle<evicting_pipeline>(pipeline) {}
   };
 
-  /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or one decode
-  /// row each. Throws pool_exhausted where a sequence would be longer than the settings say, or no staging is
-  /// free for its prompt; usage_error for sequences that are unknown or listed twice, more than one decode
-  /// row, and prompt rows after decode rows.
+  /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, of a policy
+  /// that cuts blocks at most `most_prompt_rows()`, or one decode row each. Throws pool_exhausted where a
+  /// sequence would be longer than the settings say, or no staging is free for its prompt; usage_error for
+  /// sequences that are unknown or listed twice, more than one decode row, a longer block, and prompt rows
+  /// after decode rows.
   [[nodiscard("a step that is not kept is abandoned at once")]] step begin_step(
       std::span<const step_input> rows) {
     order_.expect_outside_step("begin_step");
@@ -287,7 +307,8 @@ class evicting_pipeline {
   /// Nothing is ever queued.
   void synchronize() {}
 
-  /// Reports of a layer's last decode row, by sequence.
+  /// Reports of a layer's last decode row, by sequence, or of the last row of a block, where a policy cuts
+  /// prompts block by block.
   class reports {
    public:
     reports(const evicting_pipeline& of, const state& layer) : of_(&of), layer_(&layer) {}
@@ -340,6 +361,7 @@ class evicting_pipeline {
     bool decodes = false;
     int tokens = 0;
     int prompt = 0;
+    int block = 0;  // first token of its last block
     int staging = -1;
     bool probed = false;  // by rows behind its prompt
   };
@@ -356,6 +378,41 @@ class evicting_pipeline {
     return resolve(settings_.eviction, []<class E>(const E& e) -> policy_needs {
       return {e.stages_prompt(), e.observed_rows() > 0, takes_worths<E>};
     });
+  }
+  /// Most prompt rows of a block; 0 where the policy cuts none.
+  static int block_of(const settings& s) {
+    return resolve(s.eviction, [&]<class E>([[maybe_unused]] const E& eviction) {
+      int block = 0;
+      if constexpr (cuts_blocks<E>) {
+        block = every_token;
+        for (int layer = s.complete_layers(); layer < s.model.layers; ++layer)
+          block = std::min(block, eviction.block(s.limits(layer)));
+      }
+      return block;
+    });
+  }
+  /// Rows of queries, of so many numbers, that are behind a sequence's prompt. Throws usage_error.
+  int checked_rows_behind(const char* call, sequence_id id, int layer, std::size_t numbers) const {
+    const record& sequence = known(id);
+    const std::size_t row = to_size(settings_.model.query_heads * head_dim);
+    const auto refuse = [&](const std::string& what) {
+      throw usage_error(std::string(call) + ": " + detail::name_of(id) + what);
+    };
+    if (numbers == 0 || numbers % row != 0)
+      refuse(" is given " + std::to_string(numbers) + " numbers of queries for layer " +
+             std::to_string(layer) + "; give one or more rows of " + std::to_string(row));
+    if (sequence.decodes) refuse(" has decoded, and its prompt is cut; give probe rows before");
+    if (sequence.prompt == 0) refuse(" has no prompt yet; give it before its probe rows");
+    return static_cast<int>(numbers / row);
+  }
+  detail::eviction_entry entry_behind(sequence_id id, int rows) const {
+    const record& sequence = known(id);
+    return {.sequence = static_cast<int>(id),
+            .staging = sequence.staging,
+            .before = sequence.prompt,
+            .tokens = rows,
+            .prompt = sequence.prompt,
+            .behind = true};
   }
   /// Rows that the policy observes when a prompt is cut, where these can be others than the prompt's. Throws
   /// usage_error.
@@ -401,6 +458,10 @@ class evicting_pipeline {
       throw usage_error(detail::name_of(r.sequence) +
                         " has been given probe rows, which are behind its prompt; give all of the prompt "
                         "before, or open another sequence");
+    if (!decodes && block_ > 0 && r.tokens > block_)
+      throw usage_error(detail::name_of(r.sequence) + " brings " + std::to_string(r.tokens) +
+                        " prompt rows, and " + detail::printed(settings_.eviction) + " cuts blocks of " +
+                        std::to_string(block_) + "; append the prompt in steps of at most so many");
     const int has = decodes ? sequence.tokens - sequence.prompt : sequence.prompt;
     const int most = decodes ? settings_.capacity.max_generated : settings_.capacity.max_prompt;
     if (r.tokens > most - has)
@@ -420,7 +481,8 @@ class evicting_pipeline {
                                  .tokens = r.tokens,
                                  .first_row = rows_,
                                  .decodes = r.phase == step_phase::decode};
-    if (!entry.decodes) sequence.prompt += r.tokens;
+    if (block_ > 0) entry.block = sequence.block;
+    if (!entry.decodes) sequence.prompt += r.tokens, sequence.block = sequence.tokens;
     entry.prompt = sequence.prompt;
     entry.ends_prompt = entry.decodes && !sequence.decodes;
     sequence.decodes = entry.decodes;
@@ -437,6 +499,7 @@ class evicting_pipeline {
   settings settings_;
   std::vector<record> records_;
   std::vector<int> free_stagings_;
+  int block_;
   detail::call_order order_;
   detail::memory_block slow_memory_, fast_memory_;
   std::optional<memory_plan> memory_;

@@ -16,7 +16,8 @@ concept evicting_stages = requires(T& stages, const std::vector<State>& layers, 
                                    const float* worths, const detail::step_queries& queries,
                                    const detail::attention_output& out) {
   stages.allocate(layers, entry);         // when a prompt ends, before any layer is cut: budgets of its heads
-  // Cuts a prompt that has ended to its heads' budgets; worths are the step's, (rows, kv_heads), or null.
+  // Cuts a prompt that has ended, or a block of it, to its heads' budgets; worths are the step's, (rows,
+  // kv_heads), or null.
   stages.append(s, entry, rows, worths);
   stages.probe(s, entry, queries);        // rows behind a prompt, which observe it when it is cut
   stages.attend(s, entry, queries, out);  // and what a decode row makes leave goes

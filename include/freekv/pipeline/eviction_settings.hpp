@@ -83,6 +83,14 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
         fail(std::string(E::name) + " observes " + text(eviction.observed_rows()) +
              " rows' attention to units of " + text(eviction.unit_tokens()) +
              " tokens; observe some of the rows, and units of 1");
+    if constexpr (cuts_blocks<E>) {
+      if (eviction.stages_prompt())
+        fail(std::string(E::name) + " cuts prompts block by block and stages them; stage none");
+      for (int layer = s.complete_layers(); layer < s.model.layers; ++layer)
+        if (const int block = eviction.block(s.limits(layer)); block < 1 || block > 1 << 29)
+          fail(std::string(E::name) + " cuts prompts by blocks of " + text(block) +
+               " tokens; give blocks of 1 to " + text(1 << 29));
+    }
     if constexpr (demotes<E>)
       if (eviction.unit_tokens() != 1 || !eviction.stages_prompt())
         fail(std::string(E::name) + " codes units of " + text(eviction.unit_tokens()) +

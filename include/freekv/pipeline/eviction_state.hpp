@@ -25,8 +25,10 @@ struct eviction_entry {
   int tokens = 0;
   int first_row = 0;
   int prompt = 0;  // tokens of the prompt so far
+  int block = 0;   // first token of its block before, where it is cut by blocks
   bool decodes = false;
   bool ends_prompt = false;  // its first decode row
+  bool behind = false;       // rows behind its prompt, which leave nothing
   constexpr row_span rows() const { return {first_row, tokens}; }
 };
 
@@ -66,6 +68,7 @@ struct eviction_state {
   int worth_rows = 0;
   int kept_queries = 0;            // the last rows', where not all are observed
   bool keeps_decoded = false;      // decode rows' too: `queries` are a sequence's then, not a staging's
+  bool cuts_blocks = false;        // of a prompt, which is in `kv` at once: the same
   float* queries = nullptr;        // (staging, kept_queries, query heads, head_dim)
   std::int32_t* probes = nullptr;  // (sequence): rows that observe its prompt from behind it, where some do
   std::size_t state_bytes = 0;     // of a unit
@@ -142,8 +145,16 @@ struct eviction_state {
     return worths + head_index(staged_rows == 0 ? entry.sequence : entry.staging, head) * to_size(worth_rows);
   }
   float* kept_query(const eviction_entry& entry, int token, int head) const {
-    const int row = (keeps_decoded ? entry.sequence : entry.staging) * kept_queries + token % kept_queries;
+    const int row = (by_sequence() ? entry.sequence : entry.staging) * kept_queries + token % kept_queries;
     return queries + (to_size(row) * to_size(heads.kv) + to_size(head)) * to_size(heads.group() * head_dim);
+  }
+  /// True where queries are kept for each sequence.
+  bool by_sequence() const { return keeps_decoded || cuts_blocks; }
+  /// Tokens that a row of a prompt attends to, of those that a KV head has of it, the entry's rows among
+  /// them.
+  int attended_by(const eviction_entry& entry, int head, int row) const {
+    const int all = complete || !cuts_blocks ? entry.prompt : tokens[head_index(entry.sequence, head)];
+    return entry.behind ? all : all - entry.tokens + row + 1;
   }
   /// End of the rows that observe a prompt which ends: the prompt's, or that of the probes behind it.
   int observed_end(const eviction_entry& entry) const { return entry.prompt + probes[entry.sequence]; }
@@ -280,6 +291,7 @@ class eviction_memory {
       if (!all_vote) l.kept_queries = eviction.observed_rows();
       if constexpr (takes_worths<E>) l.worth_rows = s.capacity.max_prompt;
       if constexpr (observes<E>) l.keeps_decoded = eviction.observes_decoding();
+      l.cuts_blocks = freekv::cuts_blocks<E>;
       if constexpr (merges<E>) {
         weighs = makes_log_weights(eviction.merge_by());
         l.memory_bytes = sizeof(typename E::head_memory);
@@ -312,9 +324,9 @@ class eviction_memory {
       l.staged = fast.take<element>(numbers(staged_heads, l.staged_rows));
       if (all_vote) l.votes = fast.take<float>(staged_heads * to_size(l.staged_rows));
       l.worths = fast.take<float>((l.staged_rows == 0 ? heads : staged_heads) * to_size(l.worth_rows));
-      if (!l.keeps_decoded) take_queries(s.capacity.max_prefills);
+      if (!l.by_sequence()) take_queries(s.capacity.max_prefills);
     });
-    if (l.keeps_decoded) take_queries(s.capacity.max_sequences);
+    if (l.by_sequence()) take_queries(s.capacity.max_sequences);
     if (l.kept_queries > 0) l.probes = fast.take<std::int32_t>(to_size(s.capacity.max_sequences));
     l.states = fast.take<std::byte>(l.unit_index(s.capacity.max_sequences, 0) * l.state_bytes);
     if (!pooled && !by_head)

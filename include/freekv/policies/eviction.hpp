@@ -32,6 +32,7 @@ struct eviction_limits {
 };
 
 /// Moment at which units leave: after a decode row has attended, or before the first one, when a prompt ends.
+/// Where a policy lists `hook::blocks`, a prompt ends behind each block, and has the tokens that came so far.
 struct eviction_moment {
   int budget = 0;  ///< tokens
   int prompt = 0;  ///< tokens of the prompt
@@ -58,7 +59,8 @@ enum class group_rule : std::uint8_t {
 /// Units that a KV head holds when some are to leave, tokens in the order of the text, and what the last
 /// observed rows have of it: `observed_rows()` of the sequence's last, fewer where it has no more, those of a
 /// query head apart with `group_rule::each`. When a prompt ends, probe rows that the engine gave are its last
-/// (`evicting_pipeline::observe`). All of it but `tokens` is the policy's to write over.
+/// (`evicting_pipeline::observe`); where it ends behind each block, rows before the block are not among them.
+/// All of it but `tokens` is the policy's to write over.
 struct observed_units {
   int units = 0;
   const std::int32_t* tokens = nullptr;  ///< (units): numbers in the sequence, ascending
@@ -184,6 +186,10 @@ inline constexpr bool demotes = hooks_of<E>::has(hook::demote);
 template <class E>
 inline constexpr bool rates = hooks_of<E>::has(hook::rate);
 
+/// True of a policy that lists `hook::blocks`.
+template <class E>
+inline constexpr bool cuts_blocks = hooks_of<E>::has(hook::blocks);
+
 /// True of a policy that lists `hook::worths`.
 template <class E>
 inline constexpr bool takes_worths = hooks_of<E>::has(hook::worths);
@@ -264,6 +270,12 @@ concept rates_layers = requires(const P p, const double* votes, const double* se
   p.rate(sensitivities, 1, ratios);
 };
 
+/// A policy with the members of `hook::blocks`.
+template <class P>
+concept has_blocks = requires(const P p, const eviction_limits& most) {
+  { p.block(most) } -> std::same_as<int>;
+};
+
 }  // namespace detail
 
 /// Optional: `validate(limits)`, `values()`, and
@@ -292,6 +304,10 @@ concept rates_layers = requires(const P p, const double* votes, const double* se
 ///   however long it is, and before any layer is cut, it sees of each layer that forgets what its tokens have
 ///   of the shares of the prompt's last rows, summed over these and all query heads, and gives each layer the
 ///   ratio of its moments; 1 where there is no prompt;
+/// - `block(limits) -> int`, listed as `hook::blocks`, of a policy that observes and stages no prompt: most
+///   tokens of a prompt that a step brings, its block. They go behind what a head holds, which is cut to
+///   `kept(moment)` before the next block comes, and before the first decode row. So `capacity(limits)` has
+///   room for a block beside what is kept;
 /// - `on_given(unit, worth)`, listed as `hook::worths`, of a policy that counts units: right behind each
 ///   `on_append` it is told what the engine gave for the row and KV head (`kv_rows::worths`), NaN as
 ///   -infinity. Of a prompt's rows each has both calls, in their order, when the prompt ends.
@@ -312,6 +328,10 @@ struct eviction_kind : kind_defaults {
                   "an eviction policy that lists hook::demote lists neither hook::allocate, hook::merge nor "
                   "hook::sees_keys");
     static_assert(!rates<P> || observes<P>, "an eviction policy that lists hook::rate lists hook::observe");
+    static_assert(
+        !cuts_blocks<P> || (observes<P> && !allocates<P> && !merges<P> && !demotes<P> && !rates<P>),
+        "an eviction policy that lists hook::blocks lists hook::observe, and neither hook::allocate, "
+        "hook::merge, hook::demote nor hook::rate");
     static_assert(!takes_worths<P> || !observes<P>,
                   "an eviction policy that lists hook::observe ranks units by what rows attend to and does "
                   "not list hook::worths");
@@ -321,6 +341,8 @@ struct eviction_kind : kind_defaults {
     switch (h) {
       case hook::allocate:
         return gives_budgets<P>;
+      case hook::blocks:
+        return detail::has_blocks<P>;
       case hook::merge:
         return merges_tokens<P>;
       case hook::demote:

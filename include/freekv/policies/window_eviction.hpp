@@ -285,6 +285,89 @@ struct r_kv {
 };
 static_assert(eviction_policy<r_kv>);
 
+/// EpiCache (arXiv 2509.17396, and its published code): a prompt under a bounded memory. It is read in blocks
+/// of `block_tokens`, and what a head holds is cut to the budget behind each, so that it never holds more
+/// than the budget and a block. Rows of a patched prompt behind the block, an instruction and the
+/// representative text of one episode of a dialogue, decide who stays: a token is worth the largest share
+/// that any of them and any query head of the group gives it, of the softmax over what the head holds; of
+/// those alike the latest stay, and none stays by its place. An engine runs these rows behind each block,
+/// keeps nothing of them, and gives their queries to `evicting_pipeline::observe`, of which the last `window`
+/// count; without them the block's own last rows decide, each of which sees nothing behind itself. All that
+/// is decoded stays.
+///
+/// Layers may have budgets of their own: `layer_budgets` (layers that forget), tokens, from
+/// `epi_cache_budgets`; null for equal ones. Clustering a dialogue into episodes is the engine's: an episode
+/// is a sequence. Unlike the published code's default, the heads of a layer have the same budget, as with its
+/// "uniform" level. That 32 rows count is ours: the paper's patched prompts are as long as their texts.
+struct epi_cache {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::blocks, hook::observe, hook::validate, hook::values>;
+  static constexpr std::string_view name = "epi_cache";
+  int window = 32;
+  int block_tokens = 2048;
+  const std::int32_t* layer_budgets = nullptr;  ///< (layers that forget), tokens
+
+  constexpr int unit_tokens() const { return 1; }
+  constexpr bool stages_prompt() const { return false; }
+  constexpr int observed_rows() const { return window; }
+  constexpr int block(const eviction_limits&) const { return block_tokens; }
+  constexpr int capacity(const eviction_limits& most) const {
+    return budget_of(most.layer, most.budget) + std::max(block_tokens, most.max_generated);
+  }
+  constexpr int kept(const eviction_moment& at) const {
+    return at.prompt_ends ? budget_of(at.layer, at.budget) : every_token;
+  }
+  constexpr bool protects(int, const eviction_moment&) const { return false; }
+
+  constexpr group_rule group() const { return group_rule::each; }
+  constexpr bool observes_decoding() const { return false; }
+  int observe(const observed_units& held, const eviction_moment&, float* worths) const {
+    std::fill_n(worths, held.units, 0.0f);
+    for (int r = 0; r < held.rows; ++r)
+      for (int i = 0; i < held.units; ++i) worths[i] = std::max(worths[i], held.row(r)[i]);
+    return held.units;
+  }
+
+  std::string values() const {
+    return std::to_string(window) + ", blocks of " + std::to_string(block_tokens) +
+           (layer_budgets == nullptr ? "" : ", budgets by layer");
+  }
+  void validate(const eviction_limits& most) const {
+    for (int layer = 0; layer_budgets != nullptr && layer < most.layers; ++layer)
+      if (layer_budgets[layer] < 1 || layer_budgets[layer] > 1 << 29)
+        throw settings_error("epi_cache: a budget of " + std::to_string(layer_budgets[layer]) +
+                             " tokens for layer " + std::to_string(layer) +
+                             " of those that forget; give 1 to " + std::to_string(1 << 29));
+  }
+
+ private:
+  constexpr int budget_of(int layer, int equal) const {
+    return layer_budgets == nullptr ? equal : layer_budgets[layer];
+  }
+};
+static_assert(eviction_policy<epi_cache>);
+
+/// EpiCache's budgets of layers, by how much it matters to them that a prompt is cut. `similarities`
+/// (layers): of each layer's keys of some text the mean cosine of those under full attention with those under
+/// attention within blocks, which an engine measures once for a model. With these scaled from 0 to 1 a
+/// layer's weight is (1 - similarity) to the power of `alpha`, its part of all budgets that of all weights,
+/// rounded down, and at least a quarter of `budget`, so that the sum may be larger than `layers` times that.
+/// As in the published code; all are `budget` where no layer differs. Writes `budgets` (layers).
+inline void epi_cache_budgets(const float* similarities, int layers, int budget, float alpha,
+                              std::int32_t* budgets) {
+  const auto [least, most] = std::minmax_element(similarities, similarities + layers);
+  const auto weight = [&, low = static_cast<double>(*least), high = static_cast<double>(*most)](int layer) {
+    return std::pow(1.0 - (static_cast<double>(similarities[layer]) - low) / (high - low),
+                    static_cast<double>(alpha));
+  };
+  double sum = 0.0;
+  for (int layer = 0; *most > *least && layer < layers; ++layer) sum += weight(layer);
+  for (int layer = 0; layer < layers; ++layer) {
+    const double part = sum > 0.0 ? weight(layer) / sum * layers * budget : budget;
+    budgets[layer] = std::max({static_cast<int>(part), budget / 4, 1});
+  }
+}
+
 /// ARKV's heavy hitters (Lei and Ilager 2026, equations 9 and 10 and algorithm 1): tokens by the mean and
 /// `gamma` times the variance of the shares that the query heads of the last `window` rows give them,
 /// averaged over `kernel` neighbours. When a head holds as much as the budget, `alpha` of it beside the

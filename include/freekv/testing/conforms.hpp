@@ -91,6 +91,8 @@ std::vector<std::string> conforms(const eviction_definition& definition, const P
   static_assert(!allocates<Policy>,
                 "conforms takes an eviction whose heads have the same budgets: its sequences have one layer, "
                 "and one that allocates gives budgets over all");
+  static_assert(!cuts_blocks<Policy>,
+                "conforms takes an eviction whose prompts are exact: its definition has no blocks");
   static_assert(
       !demotes<Policy>,
       "conforms takes an eviction whose tokens stay as they are: what becomes of one that is coded is "

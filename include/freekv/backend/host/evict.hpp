@@ -11,6 +11,7 @@
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/stage_arguments.hpp>
 #include <limits>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -38,7 +39,8 @@ class eviction_stages {
     });
   }
 
-  /// Puts rows where they belong; before a sequence's first decode row its prompt is cut to the budget.
+  /// Puts rows where they belong; before a sequence's first decode row its prompt is cut to the budget, and
+  /// before the next block of it where the policy cuts blocks.
   /// Observed prompt rows need their queries. `worths`: (rows of the step, kv_heads), of a layer that forgets
   /// by a policy that takes them.
   template <class In>
@@ -51,15 +53,22 @@ class eviction_stages {
       const float* const queries =
           reads_queries ? numbers_.of(rows.queries, entry.rows(), s.heads.query * d) : nullptr;
       backend_->parallel(s.heads.kv, bytes * to_size(s.heads.kv), [&](int head, int worker) {
-        if (entry.decodes && entry.ends_prompt)
-          heads_.end_prompt(eviction, s, entry, head, scratch_[to_size(worker)]);
+        if constexpr (cuts_blocks<E>) {
+          if (!entry.decodes || entry.ends_prompt)
+            heads_.end_block(eviction, s, entry, head, scratch_[to_size(worker)]);
+        } else {
+          if (entry.decodes && entry.ends_prompt)
+            heads_.end_prompt(eviction, s, entry, head, scratch_[to_size(worker)]);
+        }
         if (entry.decodes)
           append_decoded(eviction, s, entry, head, rows, queries, worths);
         else
-          append_prompt(s, entry, head, rows);
+          append_prompt<cuts_blocks<E>>(s, entry, head, rows);
         if constexpr (takes_worths<E>)
           if (!entry.decodes && !s.complete) keep_worths(s, entry, head, worths);
       });
+      if constexpr (cuts_blocks<E>)
+        if (observed) s.probes[entry.sequence] = 0;  // they have observed the block before
       if (observed)
         observe(eviction, s, entry, queries + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
     });
@@ -74,8 +83,8 @@ class eviction_stages {
     s.probes[entry.sequence] = entry.tokens;
   }
 
-  /// Attends: a decode row to all that its heads have kept, then units leave; prompt rows to everything up to
-  /// themselves.
+  /// Attends: a decode row to all that its heads have kept, then units leave; prompt rows to what there is up
+  /// to themselves; rows behind a prompt to what there is of it.
   void attend(const state& s, const eviction_entry& entry, const step_queries& queries,
               const attention_output& to) {
     const int width = s.heads.query * d;
@@ -117,7 +126,7 @@ class eviction_stages {
                            heads_.attend_head(
                                s,
                                {s.complete ? s.slice(entry.sequence, head) : s.prompt_slice(entry, head),
-                                entry.before + row + 1, entry.first_row + row, head},
+                                s.attended_by(entry, head, row), entry.first_row + row, head},
                                queries, to, scratch_[to_size(worker)]);
                          });
       return;
@@ -172,13 +181,21 @@ class eviction_stages {
     copy(to.value + at * to.stride, rows.values + row * rows.value_stride + head * d);
   }
 
-  template <class In>
+  /// Puts a prompt's rows behind those before, or as a block behind what the head holds, all of which is then
+  /// what the block's last row attends to.
+  template <bool AsBlock, class In>
   void append_prompt(const state& s, const eviction_entry& entry, int head, const step_rows<In>& rows) const {
+    const std::size_t at_head = s.head_index(entry.sequence, head);
     const auto to = s.complete ? s.slice(entry.sequence, head) : s.prompt_slice(entry, head);
-    for (int row = 0; row < entry.tokens; ++row)
-      put(to, entry.before + row, rows, entry.first_row + row, head);
-    if (s.complete || s.staged_rows == 0)
-      s.tokens[s.head_index(entry.sequence, head)] = entry.before + entry.tokens;
+    const bool as_block = AsBlock && !s.complete;
+    const int first = as_block ? s.tokens[at_head] : entry.before;
+    for (int row = 0; row < entry.tokens; ++row) put(to, first + row, rows, entry.first_row + row, head);
+    if (s.complete || s.staged_rows == 0) s.tokens[at_head] = first + entry.tokens;
+    if (!as_block) return;
+    std::int32_t* const first_token = s.first_tokens(entry.sequence, head);
+    std::iota(first_token + first, first_token + first + entry.tokens, entry.before);
+    std::copy_n(first_token, s.tokens[at_head], s.attended + s.unit_index(entry.sequence, head));
+    s.attended_count[at_head] = s.tokens[at_head];
   }
 
   template <class Eviction, class In>

@@ -36,7 +36,7 @@ struct eviction_sizes {
   static eviction_sizes of(const Settings& s) {
     return resolve(s.eviction, [&]<class E>(const E& eviction) {
       eviction_sizes sizes{.group = s.model.group(), .merges = freekv::merges<E>};
-      int longest = allocates<E> ? s.max_tokens() : s.capacity.max_prompt;
+      int longest = allocates<E> ? s.max_tokens() : cuts_blocks<E> ? 0 : s.capacity.max_prompt;
       for (int layer = s.complete_layers(); layer < s.model.layers; ++layer)
         for (int head = 0; head < s.model.kv_heads; ++head)
           longest = std::max(longest, s.rows_of_head(eviction, layer, head));

@@ -147,6 +147,18 @@ class head_eviction : public head_observer<Shape> {
     }
   }
 
+  /// Cuts what the head holds of a prompt, of which a block has ended, to what it keeps of it.
+  template <class Eviction>
+  void end_block(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
+                 const scratch& w) const {
+    if (s.complete || entry.before == 0) return;
+    eviction_entry ended = entry;
+    ended.prompt = entry.before;
+    eviction_moment at = end_of_prompt(s, ended, head);
+    at.held = s.tokens[s.head_index(entry.sequence, head)];
+    if (at.held > eviction.kept(at)) compact(eviction, s, ended, head, at, nullptr, w);
+  }
+
   /// Counts a decode row's shares on the units, once it has attended, and has units leave.
   template <class Eviction>
   void count(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,

@@ -103,11 +103,11 @@ class head_observer {
     int count() const { return end - first; }
   };
   /// Rows that a policy sees at a moment: probes are among them when their prompt ends alone, and later not
-  /// what they took the place of.
+  /// what they took the place of; of a prompt that is cut behind each block those of its last.
   static observed_range observed_rows(const state& s, const eviction_entry& entry,
                                       const eviction_moment& at) {
     const int observed = s.observed_end(entry), end = at.prompt_ends ? observed : at.tokens;
-    return {std::max(0, std::max(end, observed) - s.kept_queries), end};
+    return {std::max(entry.block, std::max(end, observed) - s.kept_queries), end};
   }
 
   /// Numbers that the last rows have of the units of `slice`, the last `coded` of which are the head's coded
