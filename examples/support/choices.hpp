@@ -275,7 +275,7 @@ using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4
 using eviction_list =
     policy_list<h2o, mikv, tova, snapkv, dapq, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake,
                 r_kv, arkv_origin, arkv, arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs,
-                razor_attention_compensated, trim_kv, given_worths>;
+                kv_merger, razor_attention_compensated, trim_kv, given_worths>;
 
 inline constexpr auto& summaries = summary_list::choices;
 inline constexpr auto& device_summaries = device_summary_list::choices;

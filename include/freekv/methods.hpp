@@ -437,6 +437,14 @@ struct hard_kv_pairs : named_eviction<freekv::hard_kv_pairs> {
   static constexpr std::string_view published = "arXiv 2606.28831";
 };
 
+/// KVMerger: `freekv::kv_merger`.
+struct kv_merger : named_eviction<freekv::kv_merger> {
+  static constexpr std::string_view name = "kv_merger";
+  static constexpr std::string_view about =
+      "a prompt's runs of neighbours with similar keys become a token each, as many as the budget has";
+  static constexpr std::string_view published = "arXiv 2407.08454";
+};
+
 /// RazorAttention with its compensation token: `freekv::razor_attention_compensated`.
 struct razor_attention_compensated : named_eviction<freekv::razor_attention_compensated> {
   static constexpr std::string_view name = "razor_attention_compensated";
@@ -473,8 +481,8 @@ using all =
                 freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
                 freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, mikv, tova, snapkv, dapq,
                 pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, arkv,
-                arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs, razor_attention_compensated,
-                trim_kv, given_worths>;
+                arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs, kv_merger,
+                razor_attention_compensated, trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -10,10 +10,10 @@ using namespace tests;
 namespace {
 
 const std::vector<std::string> forgetful_variants{
-    "h2o",           "mikv",         "tova",         "snapkv",      "pyramid_kv",    "raas",
-    "lazy_eviction", "hard_kv",      "defensive_kv", "cake",        "r_kv",          "arkv_origin",
-    "arkv",          "arkv_split",   "d2o",          "exact_merge", "hard_kv_merge", "hard_kv_pairs",
-    "trim_kv",       "given_worths", "dapq"};
+    "h2o",           "mikv",       "tova",         "snapkv",      "pyramid_kv",    "raas",
+    "lazy_eviction", "hard_kv",    "defensive_kv", "cake",        "r_kv",          "arkv_origin",
+    "arkv",          "arkv_split", "d2o",          "exact_merge", "hard_kv_merge", "hard_kv_pairs",
+    "kv_merger",     "trim_kv",    "given_worths", "dapq"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -112,7 +112,7 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
                         : variant.starts_with("hard_kv") || variant == "r_kv"
                             ? std::min(budget + 128, trace.tokens)
                         : variant == "snapkv" || variant == "dapq" || variant == "pyramid_kv" ||
-                                variant == "defensive_kv" || variant == "cake"
+                                variant == "defensive_kv" || variant == "cake" || variant == "kv_merger"
                             ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
                             : budget + 1;
       const int most = variant == "raas" ? std::min(slots, (trace.tokens + 15) / 16 * 16) : slots;

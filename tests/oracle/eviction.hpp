@@ -38,6 +38,7 @@ enum class eviction_kind {
   exact_merge,
   hard_kv_merge,
   hard_kv_pairs,
+  kv_merger,
   trim_kv,
   given_worths
 };
@@ -180,6 +181,7 @@ class forgetful_decoder {
     head_state& h = heads_[head];
     const std::set<int> theirs(units.begin(), units.end());
     if (selects_by_mass()) return accepts_selection(h, theirs);
+    if (s_.kind == eviction_kind::kv_merger) return accepts_runs(h, theirs);
     if (s_.budget_is_doubtful && std::abs(std::ssize(theirs) - std::ssize(h.units)) <= 2 &&
         !h.just_left.empty()) {
       h.units.insert(h.just_left.begin(), h.just_left.end());
@@ -260,6 +262,10 @@ class forgetful_decoder {
         if ((length_ - prompt_) % s_.interval == 0) select_by_mass(h, head);
         continue;
       }
+      if (s_.kind == eviction_kind::kv_merger) {
+        h.just_left.clear();
+        continue;
+      }
       if (ranks_heavy_hitters()) {
         judge_heavy_hitters(h, head);
         continue;
@@ -298,6 +304,7 @@ class forgetful_decoder {
     std::set<int> surely_kept, possibly_kept;  // of hard_kv, when the last ones left
     merged_state merged, before_merging;       // now, and before the last ones left
     std::map<int, token_numbers> unmerged;     // tokens as they were then
+    std::map<int, std::vector<int>> runs;      // of kv_merger, by the token that stays
     std::set<int> coded, coded_before;         // now, and before the last ones left
     std::map<int, token_numbers> uncoded;      // as they were, those that are coded since
     int coded_of = 0;                          // units, when the last ones left; 0: none has left
@@ -695,6 +702,109 @@ class forgetful_decoder {
     leave(h, true);
   }
 
+  /// KVMerger: of each token but the last the cosine with the next, as float32; below all where one of them
+  /// is a run of its own.
+  std::vector<double> neighbours_alike(int head) const {
+    std::vector<double> alike;
+    for (int t = 0; t + 1 < prompt_; ++t) {
+      const token_numbers one = numbers_of(head, t), next = numbers_of(head, t + 1);
+      const double lengths = std::sqrt(dot(one.key, one.key)) * std::sqrt(dot(next.key, next.key));
+      const bool merge = t >= s_.sink && t + 1 < prompt_ - s_.window;
+      alike.push_back(!merge         ? -std::numeric_limits<double>::infinity()
+                      : lengths == 0 ? 0.0
+                                     : rounded_to(dot(one.key, next.key) / lengths, element_kind::f32));
+    }
+    return alike;
+  }
+  /// Of each token of a prompt the attention of the window's rows; 0 in the window, where none is asked for.
+  std::vector<double> window_attention(int head) const {
+    std::vector<double> attention(static_cast<std::size_t>(prompt_));
+    for (const auto& rows : window_shares(head))
+      for (const auto& row : rows)
+        for (std::size_t t = 0; t < row.size(); ++t) attention[t] += row[t];
+    return attention;
+  }
+  /// The prompt is cut behind these tokens, and of each run that comes of it the pivot stays.
+  void keep_runs(head_state& h, int head, const std::set<int>& cuts, const std::set<int>& pivots) {
+    h.runs.clear();
+    for (const int pivot : pivots) {
+      const auto behind = cuts.lower_bound(pivot);
+      const int first = behind == cuts.begin() ? 0 : *std::prev(behind) + 1;
+      const int last = behind == cuts.end() ? prompt_ - 1 : *behind;
+      for (int t = first; t <= last; ++t) h.runs[pivot].push_back(t);
+    }
+    h.units = pivots;
+    h.just_left.clear();
+    for (int t = 0; t < prompt_; ++t)
+      if (pivots.count(t) == 0) h.just_left.insert(t);
+    h.unmerged.clear();
+    for (const int pivot : pivots) h.unmerged[pivot] = numbers_of(head, pivot);
+    for (const auto& [pivot, run] : h.runs) {
+      merged_ += std::ssize(run) - 1;
+      if (run.size() > 1) put_numbers(head, pivot, merged_run(head, pivot, run));
+    }
+  }
+  /// The mean by a Gaussian of the distance from the pivot's key, of the run's mean squared distance, which
+  /// weighs as many as there are.
+  token_numbers merged_run(int head, int pivot, const std::vector<int>& run) const {
+    std::vector<double> weights;
+    double mean = 0, sum = 0;
+    for (const int token : run) {
+      const token_numbers of = numbers_of(head, token), to = numbers_of(head, pivot);
+      double squares = 0;
+      for (std::size_t x = 0; x < of.key.size(); ++x)
+        squares += std::pow(static_cast<double>(of.key[x]) - static_cast<double>(to.key[x]), 2);
+      weights.push_back(squares);
+      mean += squares / static_cast<double>(run.size() - 1);
+    }
+    for (double& weight : weights) sum += weight = mean == 0 ? 1 : std::exp(-weight / (2 * mean));
+    for (double& weight : weights) weight /= sum;
+    token_numbers merged = mean_of(head, run, weights);
+    merged.log_weight = static_cast<float>(std::log(static_cast<double>(run.size())));
+    return merged;
+  }
+  /// One cut after the other, where neighbours are least alike, until there are as many runs as the budget.
+  void keep_pivots(head_state& h, int head) {
+    const std::vector<double> alike = neighbours_alike(head), attention = window_attention(head);
+    std::set<int> cuts, pivots;
+    while (std::ssize(cuts) + 1 < s_.budget) {
+      int least = -1;
+      for (int t = 0; t + 1 < prompt_; ++t)
+        if (cuts.count(t) == 0 && (least < 0 || alike[t] < alike[least])) least = t;
+      cuts.insert(least);
+    }
+    for (int t = 0, pivot = 0; t < prompt_; ++t) {
+      if (attention[t] > attention[pivot]) pivot = t;
+      if (t + 1 < prompt_ && cuts.count(t) == 0) continue;
+      pivots.insert(pivot);
+      pivot = t + 1;
+    }
+    keep_runs(h, head, cuts, pivots);
+  }
+  /// Whether `theirs` are pivots to rounding: of runs that are cut by pairs which are no more alike than
+  /// those that are not cut, each of the most attention.
+  bool accepts_runs(head_state& h, const std::set<int>& theirs) {
+    if (h.just_left.empty() || std::ssize(theirs) != s_.budget) return false;
+    const auto head = static_cast<int>(&h - heads_.data());
+    forget_merging(h);
+    const std::vector<double> alike = neighbours_alike(head), attention = window_attention(head);
+    std::set<int> cuts;
+    double most_cut = -1, least_whole = 2;
+    for (auto pivot = theirs.begin(); std::next(pivot) != theirs.end(); ++pivot)
+      cuts.insert(static_cast<int>(
+          std::min_element(alike.begin() + *pivot, alike.begin() + *std::next(pivot)) - alike.begin()));
+    for (int t = 0; t + 1 < prompt_; ++t)
+      if (cuts.count(t) != 0)
+        most_cut = std::max(most_cut, alike[t]);
+      else
+        least_whole = std::min(least_whole, alike[t]);
+    keep_runs(h, head, cuts, theirs);
+    for (const auto& [pivot, run] : h.runs)
+      for (const int token : run)
+        if (about(attention[token]).low > about(attention[pivot]).high) return false;
+    return most_cut <= least_whole + 3e-7;
+  }
+
   bool takes_worths() const {
     return s_.kind == eviction_kind::trim_kv || s_.kind == eviction_kind::given_worths;
   }
@@ -985,6 +1095,7 @@ class forgetful_decoder {
         case eviction_kind::hard_kv:
         case eviction_kind::hard_kv_merge:
         case eviction_kind::hard_kv_pairs:
+        case eviction_kind::kv_merger:
         case eviction_kind::defensive_kv:
         case eviction_kind::cake:
         case eviction_kind::r_kv:
@@ -1098,6 +1209,11 @@ class forgetful_decoder {
           h.worths[token] = given_worth(head, token, prompt_ - 1);
         }
         leave(h, true);
+        continue;
+      }
+      if (s_.kind == eviction_kind::kv_merger) {
+        for (int token = 0; token < prompt_; ++token) h.units.insert(token);
+        if (prompt_ > s_.budget) keep_pivots(h, head);
         continue;
       }
       if (ranks_heavy_hitters()) {

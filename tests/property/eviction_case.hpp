@@ -32,6 +32,7 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"exact_merge", oracle::eviction_kind::exact_merge},
     {"hard_kv_merge", oracle::eviction_kind::hard_kv_merge},
     {"hard_kv_pairs", oracle::eviction_kind::hard_kv_pairs},
+    {"kv_merger", oracle::eviction_kind::kv_merger},
     {"trim_kv", oracle::eviction_kind::trim_kv},
     {"given_worths", oracle::eviction_kind::given_worths}};
 
@@ -62,7 +63,7 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   if (s.kind == oracle::eviction_kind::r_kv) s.window = 8;
   if (o.method.eviction.starts_with("arkv"))
     s.kernel = 5, s.gamma = 263.81, s.tau1 = 7.774, s.tau2 = 5.407, s.tau3 = 5.528;
-  if (o.method.eviction.starts_with("hard_kv")) s.sink = 1;
+  if (o.method.eviction.starts_with("hard_kv") || s.kind == oracle::eviction_kind::kv_merger) s.sink = 1;
   if (s.kind == oracle::eviction_kind::defensive_kv || s.kind == oracle::eviction_kind::cake) s.kernel = 5;
   if (o.method.interval > 0) s.interval = o.method.interval;
   s.keeps_prompt = o.method.eviction == "raas" && o.method.keeps_prompt;

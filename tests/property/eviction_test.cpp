@@ -32,7 +32,8 @@ random_case eviction_case(std::uint64_t seed) {
   const std::string& method = o.method.eviction;
   const bool has_window = method == "snapkv" || method == "dapq" || method == "pyramid_kv" ||
                           method == "defensive_kv" || method == "cake" || method == "r_kv" ||
-                         method.starts_with("arkv") || method.starts_with("hard_kv");
+                          method == "kv_merger" || method.starts_with("arkv") ||
+                          method.starts_with("hard_kv");
   const bool rates_layers = method == "arkv" || method == "arkv_split";
   o.method.keeps_prompt = d.below(2) == 0;
   o.page = has_window ? 8 : d.one_of({8, 16, 24});
@@ -49,7 +50,8 @@ random_case eviction_case(std::uint64_t seed) {
   c.turn = d.one_of({0.05f, 0.3f, 1.0f});
   c.outliers = d.one_of({0.0f, 0.05f});
   o.max_sequences = d.between(1, 3);
-  o.max_prompt = method == "cake" || rates_layers ? 220 : d.one_of({1, 40, 100, 220});
+  o.max_prompt =
+      method == "cake" || method == "kv_merger" || rates_layers ? 220 : d.one_of({1, 40, 100, 220});
   c.steps = d.between(1, 120);
   o.max_tokens = o.max_prompt + c.steps;
   return c;

@@ -25,7 +25,7 @@ using any_eviction =
     freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::dapq, freekv::pyramid_kv, freekv::raas,
                    freekv::lazy_eviction, freekv::hard_kv, freekv::defensive_kv, freekv::cake, freekv::r_kv,
                    freekv::arkv_origin, freekv::arkv, freekv::arkv_split, freekv::mikv, freekv::d2o,
-                   freekv::exact_merge, freekv::hard_kv_merge, freekv::hard_kv_pairs,
+                   freekv::exact_merge, freekv::hard_kv_merge, freekv::hard_kv_pairs, freekv::kv_merger,
                    freekv::razor_attention_compensated, freekv::trim_kv, freekv::given_worths, given_pages>;
 using forgetful = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, any_eviction>;
 constexpr std::size_t row_bytes = 2 * 24 * sizeof(freekv::half);  // a KV head's keys and values of a token
@@ -76,6 +76,7 @@ std::vector<any_eviction> all_evictions() {
           freekv::exact_merge{},
           hard_kv_merge_of_16(),
           freekv::hard_kv_pairs{{.interval = 16}},
+          freekv::kv_merger{},
           freekv::razor_attention_compensated{},
           razor_by_head,
           freekv::trim_kv{},
