@@ -15,6 +15,7 @@ namespace tests {
 inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"h2o", oracle::eviction_kind::h2o},
     {"mikv", oracle::eviction_kind::mikv},
+    {"q_hitter", oracle::eviction_kind::q_hitter},
     {"tova", oracle::eviction_kind::tova},
     {"snapkv", oracle::eviction_kind::snapkv},
     {"dapq", oracle::eviction_kind::dapq},
@@ -53,6 +54,7 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
     s.window = o.method.interval > 0 ? o.method.interval : 64;
   if (o.method.eviction == "raas") s.page = o.page;
   if (s.kind == oracle::eviction_kind::d2o) s.recent = 0.25;
+  if (s.kind == oracle::eviction_kind::q_hitter) s.recent = 0.25, s.alpha = 0.5;
   s.element = o.element == data_type::f16    ? oracle::element_kind::f16
               : o.element == data_type::bf16 ? oracle::element_kind::bf16
                                              : oracle::element_kind::f32;
@@ -117,7 +119,7 @@ struct eviction_coverage {
 
 /// Whether a method observes the last rows of a prompt, and rows behind it instead.
 inline bool observes_probes(const freekv::examples::method_spec& m) {
-  for (const char* other : {"h2o", "mikv", "d2o", "trim_kv", "given_worths"})
+  for (const char* other : {"h2o", "mikv", "q_hitter", "d2o", "trim_kv", "given_worths"})
     if (m.eviction == other) return false;
   return !(m.eviction == "raas" && m.keeps_prompt);
 }
