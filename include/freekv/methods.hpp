@@ -313,6 +313,14 @@ struct mikv : named_eviction<freekv::mikv> {
   static constexpr std::string_view about = "no token leaves; what h2o would have leave is kept in 4 bits";
   static constexpr std::string_view published = "arXiv 2402.18096";
 };
+/// Q-Hitter: `freekv::q_hitter`.
+struct q_hitter : named_eviction<freekv::q_hitter> {
+  static constexpr std::string_view name = "q_hitter";
+  static constexpr std::string_view about =
+      "the tokens of most attention so far, those that also suit 4 bits, and the latest, all in 4 bits";
+  static constexpr std::string_view published = "MLSys 2024";
+};
+
 /// TOVA: `freekv::tova`.
 struct tova : named_eviction<freekv::tova> {
   static constexpr std::string_view name = "tova";
@@ -444,6 +452,14 @@ struct hard_kv_pairs : named_eviction<freekv::hard_kv_pairs> {
   static constexpr std::string_view published = "arXiv 2606.28831";
 };
 
+/// KVMerger: `freekv::kv_merger`.
+struct kv_merger : named_eviction<freekv::kv_merger> {
+  static constexpr std::string_view name = "kv_merger";
+  static constexpr std::string_view about =
+      "a prompt's runs of neighbours with similar keys become a token each, as many as the budget has";
+  static constexpr std::string_view published = "arXiv 2407.08454";
+};
+
 /// RazorAttention with its compensation token: `freekv::razor_attention_compensated`.
 struct razor_attention_compensated : named_eviction<freekv::razor_attention_compensated> {
   static constexpr std::string_view name = "razor_attention_compensated";
@@ -478,10 +494,10 @@ using all =
                 freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never,
                 freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
                 freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
-                freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, mikv, tova, snapkv, dapq,
-                epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin,
-                arkv, arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs, razor_attention_compensated,
-                trim_kv, given_worths>;
+                freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, mikv, q_hitter, tova,
+                snapkv, dapq, epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv,
+                arkv_origin, arkv, arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs, kv_merger,
+                razor_attention_compensated, trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

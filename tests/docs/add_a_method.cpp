@@ -1,5 +1,6 @@
 // The code that docs/add-a-method.md shows: a named method, and methods that forget, which run here.
 #include <algorithm>
+#include <cmath>
 #include <freekv/freekv.hpp>
 #include <freekv/testing/conforms.hpp>
 #include <iterator>
@@ -137,6 +138,25 @@ struct weighed : tova {
 };
 static_assert(eviction_policy<weighed>);
 
+/// tova whose shares count by the size of their tokens' values.
+struct valued : tova {
+  using hooks = hook_list<hook::rows>;
+  static constexpr std::string_view name = "valued";
+  struct unit_state {
+    float share, size;
+  };
+  constexpr void on_append(unit_state& unit, int) const { unit = {}; }
+  void on_row(unit_state& unit, const float*, const float* value, int head_dim) const {
+    for (int x = 0; x < head_dim; ++x) unit.size += std::fabs(value[x]);
+  }
+  constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    unit.share = votes.shares[token];
+  }
+  constexpr void on_attended(unit_state& unit, float share, int) const { unit.share = share; }
+  std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.size * unit.share); }
+};
+static_assert(eviction_policy<valued>);
+
 /// Most tokens that heads attended to in a decode row, and the last row's output.
 struct decoded {
   int most = 0;
@@ -236,10 +256,17 @@ TEST_CASE("the methods that docs/add-a-method.md shows run", "[conforms]") {
         return std::max(seen.worths[token], 0.0) * seen.shares.back()[token];
       }};
   CHECK(freekv::testing::conforms<weighed>(of_weighed) == std::vector<std::string>{});
+  const freekv::testing::eviction_definition of_valued{
+      .worth = [](const freekv::testing::attended_rows& seen, int token) {
+        double size = 0.0;
+        for (const double x : seen.values[token]) size += std::fabs(x);
+        return size * seen.shares.back()[token];
+      }};
+  CHECK(freekv::testing::conforms<valued>(of_valued) == std::vector<std::string>{});
   // Each does what its base does not.
   const decoded plain = decode<tova>(), few = decode<noticed>(), uneven = decode<spread>(),
                 merged = decode<runs>(), cut_early = decode<briefly>(), by_gate = decode<weighed>(),
-                coded = decode<faded>();
+                coded = decode<faded>(), by_value = decode<valued>();
   CHECK(plain.most == 25);
   CHECK(few.most <= 25);
   CHECK(few.out != plain.out);
@@ -253,4 +280,6 @@ TEST_CASE("the methods that docs/add-a-method.md shows run", "[conforms]") {
   CHECK(merged.out != plain.out);
   CHECK(by_gate.most == 25);
   CHECK(by_gate.out != plain.out);
+  CHECK(by_value.most == 25);
+  CHECK(by_value.out != plain.out);
 }

@@ -10,10 +10,12 @@ using namespace tests;
 namespace {
 
 const std::vector<std::string> forgetful_variants{
-    "h2o",           "mikv",         "tova",         "snapkv",      "pyramid_kv",    "raas",
-    "lazy_eviction", "hard_kv",      "defensive_kv", "cake",        "r_kv",          "arkv_origin",
-    "arkv",          "arkv_split",   "d2o",          "exact_merge", "hard_kv_merge", "hard_kv_pairs",
-    "trim_kv",       "given_worths", "dapq",         "epi_cache"};
+    "q_hitter",      "h2o",           "mikv",       "tova",         "snapkv",      "pyramid_kv",
+    "raas",          "lazy_eviction", "hard_kv",    "defensive_kv", "cake",        "r_kv",
+    "arkv_origin",   "arkv",          "arkv_split", "d2o",          "exact_merge", "hard_kv_merge",
+    "hard_kv_pairs", "kv_merger",     "trim_kv",    "given_worths", "dapq"};
+, "dapq", "epi_cache"
+};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -102,11 +104,12 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       const auto selected = elements_of<std::int32_t>(written.at("selected"));
       const int columns = static_cast<int>(written.at("selected").shape[2]);
       // The only layer's ratio is 1: nothing of it is coded.
-      const bool codes = variant == "mikv" || variant == "arkv" || variant == "arkv_split";
+      const bool in_4_bits = variant == "mikv" || variant == "q_hitter";
+      const bool codes = in_4_bits || variant == "arkv" || variant == "arkv_split";
       REQUIRE((written.count("coded") != 0) == codes);
       const auto coded = codes ? elements_of<std::int32_t>(written.at("coded")) : std::vector<std::int32_t>{};
       const auto is_coded = [](int token) { return token >= 0; };
-      CHECK(std::any_of(coded.begin(), coded.end(), is_coded) == (variant == "mikv"));
+      CHECK(std::any_of(coded.begin(), coded.end(), is_coded) == in_4_bits);
       CHECK(written.at("selected").shape == std::vector<std::int64_t>{steps, trace.kv_heads, columns});
       // Slots: what the budget says, and no more.
       const int slots =
@@ -118,7 +121,7 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
           : variant == "epi_cache"
               ? std::min(budget + std::max(budget, prompt == 0 ? trace.tokens : steps), trace.tokens)
           : variant == "snapkv" || variant == "dapq" || variant == "pyramid_kv" ||
-                  variant == "defensive_kv" || variant == "cake"
+                  variant == "defensive_kv" || variant == "cake" || variant == "kv_merger"
               ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
               : budget + 1;
       const int most = variant == "raas" ? std::min(slots, (trace.tokens + 15) / 16 * 16) : slots;
@@ -180,9 +183,10 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       CHECK(summary.at("pages_recalled") == 0);
       CHECK(summary.at("summary_bytes_per_page") == 0);
       const int unit = variant == "raas" ? 16 : 1, original = 2 * trace.head_dim * 2;
-      const int of_head =
-          variant == "mikv" ? (budget + 1) * original + (columns - budget - 1) * 2 * (trace.head_dim / 2 + 4)
-                            : (pooled ? pool : columns * unit) * original;
+      const int originals = variant == "mikv" ? budget + 1 : 1;
+      const int of_head = in_4_bits
+                              ? originals * original + (columns - originals) * 2 * (trace.head_dim / 2 + 4)
+                              : (pooled ? pool : columns * unit) * original;
       CHECK(summary.at("fast_tier_bytes") == (trace.kv_heads * of_head + 127) / 128 * 128);
       CHECK(summary.at("staging_bytes") > 0);
     }

@@ -8,6 +8,7 @@
 #include <map>
 #include <set>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "attention.hpp"
@@ -21,6 +22,7 @@ namespace oracle {
 enum class eviction_kind {
   h2o,
   mikv,
+  q_hitter,
   tova,
   snapkv,
   dapq,
@@ -39,6 +41,7 @@ enum class eviction_kind {
   exact_merge,
   hard_kv_merge,
   hard_kv_pairs,
+  kv_merger,
   trim_kv,
   given_worths
 };
@@ -194,6 +197,7 @@ class forgetful_decoder {
     head_state& h = heads_[head];
     const std::set<int> theirs(units.begin(), units.end());
     if (selects_by_mass()) return accepts_selection(h, theirs);
+    if (s_.kind == eviction_kind::kv_merger) return accepts_runs(h, theirs);
     if (s_.budget_is_doubtful && std::abs(std::ssize(theirs) - std::ssize(h.units)) <= 2 &&
         !h.just_left.empty()) {
       h.units.insert(h.just_left.begin(), h.just_left.end());
@@ -274,6 +278,10 @@ class forgetful_decoder {
         if ((length_ - prompt_) % s_.interval == 0) select_by_mass(h, head);
         continue;
       }
+      if (s_.kind == eviction_kind::kv_merger) {
+        h.just_left.clear();
+        continue;
+      }
       if (ranks_heavy_hitters()) {
         judge_heavy_hitters(h, head);
         continue;
@@ -307,11 +315,13 @@ class forgetful_decoder {
   struct head_state {
     std::set<int> units;
     std::vector<worth> worths;  // by unit
+    std::vector<worth> ranked;  // of q_hitter, by unit, when the last ones left
     std::vector<recurrence> recurrences;
     std::set<int> just_left, was_protected;
     std::set<int> surely_kept, possibly_kept;  // of hard_kv, when the last ones left
     merged_state merged, before_merging;       // now, and before the last ones left
     std::map<int, token_numbers> unmerged;     // tokens as they were then
+    std::map<int, std::vector<int>> runs;      // of kv_merger, by the token that stays
     std::set<int> coded, coded_before;         // now, and before the last ones left
     std::map<int, token_numbers> uncoded;      // as they were, those that are coded since
     int coded_of = 0;                          // units, when the last ones left; 0: none has left
@@ -480,9 +490,12 @@ class forgetful_decoder {
     return true;
   }
 
-  const worth& worth_of(const head_state& h, int unit) const { return h.worths[unit]; }
+  const worth& worth_of(const head_state& h, int unit) const {
+    return s_.kind == eviction_kind::q_hitter ? h.ranked[unit] : h.worths[unit];
+  }
   void grow(head_state& h) const {
     h.worths.resize(static_cast<std::size_t>((length_ + s_.page - 1) / s_.page));
+    h.ranked.resize(h.worths.size());
     while (std::ssize(h.recurrences) < length_)
       h.recurrences.push_back({static_cast<int>(std::ssize(h.recurrences))});
   }
@@ -619,9 +632,10 @@ class forgetful_decoder {
   /// b of equation 10, of a length of the budget.
   int best_of_budget() const { return static_cast<int>(s_.alpha * (s_.budget - s_.window)); }
   /// Tokens that are original behind a cut, the window among them: of equation 8, or of what stays. Of mikv
-  /// the budget.
+  /// the budget, and none of q_hitter.
   int most_original() const {
     if (s_.kind == eviction_kind::mikv) return s_.budget;
+    if (s_.kind == eviction_kind::q_hitter) return 0;
     const int of = s_.kind == eviction_kind::arkv ? s_.budget - s_.window : best_of_budget();
     return s_.window + static_cast<int>(s_.ratio * of);
   }
@@ -637,7 +651,8 @@ class forgetful_decoder {
     while (std::ssize(h.units) - std::ssize(h.coded) > original) {
       int least = -1;
       for (const int token : h.units)
-        if (h.coded.count(token) == 0 && h.was_protected.count(token) == 0 &&
+        if (h.coded.count(token) == 0 &&
+            (h.was_protected.count(token) == 0 || s_.kind == eviction_kind::q_hitter) &&
             (least < 0 || worth_of(h, token).low + worth_of(h, token).high <
                               worth_of(h, least).low + worth_of(h, least).high))
           least = token;
@@ -645,7 +660,74 @@ class forgetful_decoder {
       code(h, least);
     }
   }
-  /// Makes a token what fp8, or of mikv 4 bits, with a scale of its keys and one of its values leaves of it.
+  /// A number in 4 bits with a scale, in float32.
+  static double in_4_bits(float x, double scale) {
+    const double in_scales = scale == 0 ? 0 : rounded_to(static_cast<double>(x) / scale, element_kind::f32);
+    return rounded_to(std::nearbyint(in_scales) * scale, element_kind::f32);
+  }
+  /// Q-Hitter: how far 4 bits are from a row.
+  static double coding_error(std::span<const float> row) {
+    double most = 0, squares = 0;
+    for (const float x : row) most = std::max(most, std::abs(static_cast<double>(x)));
+    const double scale = rounded_to(most / 7, element_kind::f32);
+    for (const float x : row) squares += std::pow(in_4_bits(x, scale) - static_cast<double>(x), 2);
+    return std::sqrt(squares);
+  }
+  /// Where a number is between the least and the most of all, 0 and 1, to rounding.
+  static worth part_of_range(const worth& of, const std::vector<worth>& all) {
+    worth least = all[0], most = all[0];
+    for (const worth& one : all) {
+      least = {std::min(least.low, one.low), std::min(least.high, one.high)};
+      most = {std::max(most.low, one.low), std::max(most.high, one.high)};
+    }
+    if (most.low <= least.high) return {0, 1};
+    return {std::max(0.0, (of.low - least.high) / (most.high - least.low)),
+            std::min(1.0, (of.high - least.low) / (most.low - least.high))};
+  }
+  /// Q-Hitter: tokens by attention and by how well 4 bits suit them, behind those of most attention, to
+  /// rounding; those beyond the budget leave, and all others are coded.
+  void leave_by_errors(head_state& h) {
+    const auto head = static_cast<int>(&h - heads_.data());
+    const std::vector<int> units(h.units.begin(), h.units.end());
+    std::vector<worth> masses, of_keys, of_values;
+    for (const int token : units) {
+      const auto [of_key, of_value] = errors_[static_cast<std::size_t>(token * s_.kv_heads + head)];
+      masses.push_back(h.worths[token]);
+      of_keys.push_back({of_key * (1 - 1e-5), of_key * (1 + 1e-5)});
+      of_values.push_back({of_value * (1 - 1e-5), of_value * (1 + 1e-5)});
+    }
+    const auto middle = [](const worth& of) { return (of.low + of.high) / 2; };
+    const int heaviest = static_cast<int>(0.35f * static_cast<float>(s_.budget));
+    std::vector<std::pair<double, int>> by_rank;  // of those that may leave
+    for (std::size_t i = 0; i < units.size(); ++i) {
+      if (h.was_protected.count(units[i]) != 0) continue;
+      int heavier = 0, surely_heavier = 0, possibly_heavier = 0;
+      for (std::size_t j = 0; j < units.size(); ++j) {
+        if (j == i || h.was_protected.count(units[j]) != 0) continue;
+        heavier += middle(masses[j]) > middle(masses[i]) || (middle(masses[j]) == middle(masses[i]) && j > i);
+        surely_heavier += masses[j].low > masses[i].high;
+        possibly_heavier += masses[j].high >= masses[i].low;
+      }
+      const worth mass = part_of_range(masses[i], masses), of_key = part_of_range(of_keys[i], of_keys),
+                  of_value = part_of_range(of_values[i], of_values);
+      const worth fits{1 - (of_key.high + of_value.high) / 2, 1 - (of_key.low + of_value.low) / 2};
+      const worth by_both{s_.alpha * mass.low + (1 - s_.alpha) * fits.low - 1e-6,
+                          s_.alpha * mass.high + (1 - s_.alpha) * fits.high + 1e-6};
+      h.ranked[units[i]] = {possibly_heavier < heaviest ? 2 : by_both.low,
+                            surely_heavier < heaviest ? 2 : by_both.high};
+      by_rank.push_back({heavier < heaviest ? 2 : middle(by_both), units[i]});
+    }
+    std::sort(by_rank.begin(), by_rank.end());
+    for (const auto& [rank, token] : by_rank) {
+      if (std::ssize(h.units) <= s_.budget) break;
+      h.units.erase(token);
+      h.just_left.insert(token);
+    }
+    h.coded_of = static_cast<int>(std::ssize(h.units));
+    code_least(h, 0);
+  }
+  /// Makes a token what fp8, or of mikv and q_hitter 4 bits, with a scale of its keys and one of its values
+  /// leaves of it.
   void code(head_state& h, int token) {
     const auto head = static_cast<int>(&h - heads_.data());
     token_numbers of = numbers_of(head, token);
@@ -654,13 +736,14 @@ class forgetful_decoder {
     for (std::vector<float>* const row : {&of.key, &of.value}) {
       double most = 0;
       for (const float x : *row) most = std::max(most, std::abs(static_cast<double>(x)));
-      const bool bits = s_.kind == eviction_kind::mikv;
+      const bool bits = s_.kind == eviction_kind::mikv || s_.kind == eviction_kind::q_hitter;
       const double scale = rounded_to(most / (bits ? 7 : 448), element_kind::f32);
       for (float& x : *row) {
         const double in_scales =
             scale == 0 ? 0 : rounded_to(static_cast<double>(x) / scale, element_kind::f32);
-        const double number = bits ? std::nearbyint(in_scales) : rounded_to_fp8(in_scales);
-        x = static_cast<float>(rounded_to(rounded_to(number * scale, element_kind::f32), s_.element));
+        const double number =
+            bits ? in_4_bits(x, scale) : rounded_to(rounded_to_fp8(in_scales) * scale, element_kind::f32);
+        x = static_cast<float>(rounded_to(number, s_.element));
       }
     }
     put_numbers(head, token, of);
@@ -709,6 +792,109 @@ class forgetful_decoder {
     leave(h, true);
   }
 
+  /// KVMerger: of each token but the last the cosine with the next, as float32; below all where one of them
+  /// is a run of its own.
+  std::vector<double> neighbours_alike(int head) const {
+    std::vector<double> alike;
+    for (int t = 0; t + 1 < prompt_; ++t) {
+      const token_numbers one = numbers_of(head, t), next = numbers_of(head, t + 1);
+      const double lengths = std::sqrt(dot(one.key, one.key)) * std::sqrt(dot(next.key, next.key));
+      const bool merge = t >= s_.sink && t + 1 < prompt_ - s_.window;
+      alike.push_back(!merge         ? -std::numeric_limits<double>::infinity()
+                      : lengths == 0 ? 0.0
+                                     : rounded_to(dot(one.key, next.key) / lengths, element_kind::f32));
+    }
+    return alike;
+  }
+  /// Of each token of a prompt the attention of the window's rows; 0 in the window, where none is asked for.
+  std::vector<double> window_attention(int head) const {
+    std::vector<double> attention(static_cast<std::size_t>(prompt_));
+    for (const auto& rows : window_shares(head))
+      for (const auto& row : rows)
+        for (std::size_t t = 0; t < row.size(); ++t) attention[t] += row[t];
+    return attention;
+  }
+  /// The prompt is cut behind these tokens, and of each run that comes of it the pivot stays.
+  void keep_runs(head_state& h, int head, const std::set<int>& cuts, const std::set<int>& pivots) {
+    h.runs.clear();
+    for (const int pivot : pivots) {
+      const auto behind = cuts.lower_bound(pivot);
+      const int first = behind == cuts.begin() ? 0 : *std::prev(behind) + 1;
+      const int last = behind == cuts.end() ? prompt_ - 1 : *behind;
+      for (int t = first; t <= last; ++t) h.runs[pivot].push_back(t);
+    }
+    h.units = pivots;
+    h.just_left.clear();
+    for (int t = 0; t < prompt_; ++t)
+      if (pivots.count(t) == 0) h.just_left.insert(t);
+    h.unmerged.clear();
+    for (const int pivot : pivots) h.unmerged[pivot] = numbers_of(head, pivot);
+    for (const auto& [pivot, run] : h.runs) {
+      merged_ += std::ssize(run) - 1;
+      if (run.size() > 1) put_numbers(head, pivot, merged_run(head, pivot, run));
+    }
+  }
+  /// The mean by a Gaussian of the distance from the pivot's key, of the run's mean squared distance, which
+  /// weighs as many as there are.
+  token_numbers merged_run(int head, int pivot, const std::vector<int>& run) const {
+    std::vector<double> weights;
+    double mean = 0, sum = 0;
+    for (const int token : run) {
+      const token_numbers of = numbers_of(head, token), to = numbers_of(head, pivot);
+      double squares = 0;
+      for (std::size_t x = 0; x < of.key.size(); ++x)
+        squares += std::pow(static_cast<double>(of.key[x]) - static_cast<double>(to.key[x]), 2);
+      weights.push_back(squares);
+      mean += squares / static_cast<double>(run.size() - 1);
+    }
+    for (double& weight : weights) sum += weight = mean == 0 ? 1 : std::exp(-weight / (2 * mean));
+    for (double& weight : weights) weight /= sum;
+    token_numbers merged = mean_of(head, run, weights);
+    merged.log_weight = static_cast<float>(std::log(static_cast<double>(run.size())));
+    return merged;
+  }
+  /// One cut after the other, where neighbours are least alike, until there are as many runs as the budget.
+  void keep_pivots(head_state& h, int head) {
+    const std::vector<double> alike = neighbours_alike(head), attention = window_attention(head);
+    std::set<int> cuts, pivots;
+    while (std::ssize(cuts) + 1 < s_.budget) {
+      int least = -1;
+      for (int t = 0; t + 1 < prompt_; ++t)
+        if (cuts.count(t) == 0 && (least < 0 || alike[t] < alike[least])) least = t;
+      cuts.insert(least);
+    }
+    for (int t = 0, pivot = 0; t < prompt_; ++t) {
+      if (attention[t] > attention[pivot]) pivot = t;
+      if (t + 1 < prompt_ && cuts.count(t) == 0) continue;
+      pivots.insert(pivot);
+      pivot = t + 1;
+    }
+    keep_runs(h, head, cuts, pivots);
+  }
+  /// Whether `theirs` are pivots to rounding: of runs that are cut by pairs which are no more alike than
+  /// those that are not cut, each of the most attention.
+  bool accepts_runs(head_state& h, const std::set<int>& theirs) {
+    if (h.just_left.empty() || std::ssize(theirs) != s_.budget) return false;
+    const auto head = static_cast<int>(&h - heads_.data());
+    forget_merging(h);
+    const std::vector<double> alike = neighbours_alike(head), attention = window_attention(head);
+    std::set<int> cuts;
+    double most_cut = -1, least_whole = 2;
+    for (auto pivot = theirs.begin(); std::next(pivot) != theirs.end(); ++pivot)
+      cuts.insert(static_cast<int>(
+          std::min_element(alike.begin() + *pivot, alike.begin() + *std::next(pivot)) - alike.begin()));
+    for (int t = 0; t + 1 < prompt_; ++t)
+      if (cuts.count(t) != 0)
+        most_cut = std::max(most_cut, alike[t]);
+      else
+        least_whole = std::min(least_whole, alike[t]);
+    keep_runs(h, head, cuts, theirs);
+    for (const auto& [pivot, run] : h.runs)
+      for (const int token : run)
+        if (about(attention[token]).low > about(attention[pivot]).high) return false;
+    return most_cut <= least_whole + 3e-7;
+  }
+
   bool takes_worths() const {
     return s_.kind == eviction_kind::trim_kv || s_.kind == eviction_kind::given_worths;
   }
@@ -752,6 +938,9 @@ class forgetful_decoder {
     values_.insert(values_.end(), values.begin(), values.end());
     length_ = static_cast<int>(keys_.size()) / (s_.kv_heads * s_.head_dim);
     log_weights_.resize(static_cast<std::size_t>(length_ * s_.kv_heads));
+    for (int row = 0; s_.kind == eviction_kind::q_hitter && row * s_.head_dim < std::ssize(keys); ++row)
+      errors_.push_back(
+          {coding_error(row_of(keys, row, s_.head_dim)), coding_error(row_of(values, row, s_.head_dim))});
   }
 
   bool selects_by_mass() const {
@@ -982,6 +1171,7 @@ class forgetful_decoder {
       switch (s_.kind) {
         case eviction_kind::h2o:
         case eviction_kind::mikv:
+        case eviction_kind::q_hitter:
         case eviction_kind::d2o:
           w = {w.low + about(share).low, w.high + about(share).high, -1};
           break;
@@ -1000,6 +1190,7 @@ class forgetful_decoder {
         case eviction_kind::hard_kv:
         case eviction_kind::hard_kv_merge:
         case eviction_kind::hard_kv_pairs:
+        case eviction_kind::kv_merger:
         case eviction_kind::defensive_kv:
         case eviction_kind::cake:
         case eviction_kind::r_kv:
@@ -1021,6 +1212,7 @@ class forgetful_decoder {
     switch (s_.kind) {
       case eviction_kind::h2o:
       case eviction_kind::mikv:
+      case eviction_kind::q_hitter:
       case eviction_kind::d2o:
         return unit >= length_ - static_cast<int>(s_.recent * s_.budget);
       case eviction_kind::given_worths:
@@ -1061,6 +1253,11 @@ class forgetful_decoder {
       h.coded_before = h.coded;
       h.coded_of = static_cast<int>(std::ssize(h.units));
       return code_least(h, most_original());
+    }
+    if (s_.kind == eviction_kind::q_hitter) {
+      h.uncoded.clear();
+      h.coded_before = h.coded;
+      return leave_by_errors(h);
     }
     if ((votes_by_window() || cuts_blocks()) && !prompt_ends) return;
     if (s_.kind == eviction_kind::lazy_eviction && (length_ - prompt_) % s_.window != 0) return;
@@ -1147,6 +1344,11 @@ class forgetful_decoder {
         leave(h, true);
         continue;
       }
+      if (s_.kind == eviction_kind::kv_merger) {
+        for (int token = 0; token < prompt_; ++token) h.units.insert(token);
+        if (prompt_ > s_.budget) keep_pivots(h, head);
+        continue;
+      }
       if (ranks_heavy_hitters()) {
         for (int token = 0; token < prompt_; ++token) h.units.insert(token);
         judge_heavy_hitters(h, head);
@@ -1166,6 +1368,7 @@ class forgetful_decoder {
       std::vector<double> votes(static_cast<std::size_t>(prompt_), 0.0);
       const int observed = s_.kind == eviction_kind::h2o             ? prompt_
                            : s_.kind == eviction_kind::mikv          ? prompt_
+                           : s_.kind == eviction_kind::q_hitter      ? prompt_
                            : s_.kind == eviction_kind::d2o           ? prompt_
                            : s_.kind == eviction_kind::tova          ? 1
                            : s_.kind == eviction_kind::exact_merge   ? 1
@@ -1206,6 +1409,7 @@ class forgetful_decoder {
   std::vector<float> log_weights_;              // (tokens, kv heads)
   std::vector<float> given_;                    // worths, the same
   std::vector<float> probes_;                   // queries of rows behind the prompt
+  std::vector<std::pair<double, double>> errors_;  // of q_hitter, of keys and values, as given_
   std::vector<head_state> heads_;
 };
 

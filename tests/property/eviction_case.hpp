@@ -15,6 +15,7 @@ namespace tests {
 inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"h2o", oracle::eviction_kind::h2o},
     {"mikv", oracle::eviction_kind::mikv},
+    {"q_hitter", oracle::eviction_kind::q_hitter},
     {"tova", oracle::eviction_kind::tova},
     {"snapkv", oracle::eviction_kind::snapkv},
     {"dapq", oracle::eviction_kind::dapq},
@@ -33,6 +34,7 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"exact_merge", oracle::eviction_kind::exact_merge},
     {"hard_kv_merge", oracle::eviction_kind::hard_kv_merge},
     {"hard_kv_pairs", oracle::eviction_kind::hard_kv_pairs},
+    {"kv_merger", oracle::eviction_kind::kv_merger},
     {"trim_kv", oracle::eviction_kind::trim_kv},
     {"given_worths", oracle::eviction_kind::given_worths}};
 
@@ -53,6 +55,7 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
     s.window = o.method.interval > 0 ? o.method.interval : 64;
   if (o.method.eviction == "raas") s.page = o.page;
   if (s.kind == oracle::eviction_kind::d2o) s.recent = 0.25;
+  if (s.kind == oracle::eviction_kind::q_hitter) s.recent = 0.25, s.alpha = 0.5;
   s.element = o.element == data_type::f16    ? oracle::element_kind::f16
               : o.element == data_type::bf16 ? oracle::element_kind::bf16
                                              : oracle::element_kind::f32;
@@ -63,7 +66,7 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   if (s.kind == oracle::eviction_kind::r_kv) s.window = 8;
   if (o.method.eviction.starts_with("arkv"))
     s.kernel = 5, s.gamma = 263.81, s.tau1 = 7.774, s.tau2 = 5.407, s.tau3 = 5.528;
-  if (o.method.eviction.starts_with("hard_kv")) s.sink = 1;
+  if (o.method.eviction.starts_with("hard_kv") || s.kind == oracle::eviction_kind::kv_merger) s.sink = 1;
   if (s.kind == oracle::eviction_kind::defensive_kv || s.kind == oracle::eviction_kind::cake) s.kernel = 5;
   if (o.method.interval > 0) s.interval = o.method.interval;
   s.keeps_prompt = o.method.eviction == "raas" && o.method.keeps_prompt;
@@ -118,7 +121,7 @@ struct eviction_coverage {
 
 /// Whether a method observes the last rows of a prompt, and rows behind it instead.
 inline bool observes_probes(const freekv::examples::method_spec& m) {
-  for (const char* other : {"h2o", "mikv", "d2o", "trim_kv", "given_worths"})
+  for (const char* other : {"h2o", "mikv", "q_hitter", "d2o", "trim_kv", "given_worths"})
     if (m.eviction == other) return false;
   return !(m.eviction == "raas" && m.keeps_prompt);
 }

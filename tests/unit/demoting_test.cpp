@@ -396,6 +396,65 @@ TEST_CASE("mikv forgets nothing, and codes what h2o would forget", "[eviction][d
   CHECK(same_bits(outputs(freekv::mikv{}, text, 130, 60), outputs(freekv::h2o{}, text, 130, 60)));
 }
 
+TEST_CASE("q_hitter ranks tokens by attention and by how well 4 bits suit them", "[eviction][demoting]") {
+  const freekv::q_hitter policy;
+  // A budget of 8: the latest 2 tokens, and the 2 of most attention.
+  const float masses[] = {5, 0, 1, 1, 4, 0.5f, 3, 2, 0, 0}, of_keys[] = {0, 1, 2, 3, 4, 4, 0, 2, 1, 1},
+              of_values[] = {1, 3, 1, 2, 1, 1, 3, 1, 2, 2};
+  std::vector<freekv::q_hitter::unit_state> units(10);
+  std::vector<std::int32_t> tokens(10);
+  std::vector<float> worths(10);
+  for (int i = 0; i < 10; ++i) {
+    units[count(i)].mass = masses[i];
+    units[count(i)].key_error = of_keys[i], units[count(i)].value_error = of_values[i];
+    tokens[count(i)] = i;
+  }
+  const auto rank = [&] {
+    policy.rank({10, tokens.data(), units.data()}, {.budget = 8, .tokens = 10}, worths.data());
+  };
+  rank();
+  const double want[] = {2, 0.1875, 0.475, 0.2875, 2, 0.3, 0.55, 0.575};
+  for (int i = 0; i < 8; ++i) CHECK(static_cast<double>(worths[count(i)]) == Approx(want[i]).epsilon(1e-6));
+  // A token whose numbers are none suits least, and changes no other's worth.
+  units[5].key_error = static_cast<float>(quiet_nan);
+  rank();
+  for (int i = 0; i < 8; ++i) CHECK(static_cast<double>(worths[count(i)]) == Approx(want[i]).epsilon(1e-6));
+  // Of tokens alike the latest have most attention.
+  for (auto& unit : units) unit = {};
+  rank();
+  CHECK(worths[5] < 1.0f);
+  CHECK(worths[6] == 2.0f);
+  CHECK(worths[7] == 2.0f);
+
+  // In units of 1: a half becomes 0, a quarter is lost.
+  const float key[] = {7, 0.5f, 1.25f, 0, 2, 3, -1, -7}, value[8] = {};
+  freekv::q_hitter::unit_state unit{};
+  policy.on_row(unit, key, value, 8);
+  CHECK(static_cast<double>(unit.key_error) == Approx(std::sqrt(0.3125)).epsilon(1e-6));
+  CHECK(unit.value_error == 0.0f);
+}
+
+TEST_CASE("all that q_hitter keeps is in 4 bits but for the row that attends", "[eviction][demoting]") {
+  dice random(8);
+  layered_text text{.query_heads = 2, .kv_heads = 1, .tokens = 130};
+  text.draw(random, 1.0f);
+  freekv::host_backend backend;
+  for (const int prompt : {100, 20, 0}) {
+    pipeline_of<freekv::q_hitter> p(settings_of(freekv::q_hitter{}, text, 40, prompt), backend);
+    run(p, text, prompt, [&](freekv::sequence_id id, int row, std::span<const float> out) {
+      const auto report = p.report(0)[id];
+      const auto held = of_head(report.attended, report.attended_count, 0),
+                 coded = of_head(report.coded, report.coded_count, 0);
+      CHECK(std::ssize(held) == std::min(40, row) + 1);
+      CHECK(coded == std::vector(held.begin(), held.end() - 1));
+      const auto latest = from_to(std::max(0, row - 10), row);
+      CHECK(std::includes(held.begin(), held.end(), latest.begin(), latest.end()));
+      CHECK(apart_from_attention(freekv::int4_token{}, text, 0, row % 2, row, held, coded,
+                                 out.subspan(count(row % 2 * d), d)) < 2e-5);
+    });
+  }
+}
+
 TEST_CASE("slots are as large as what is original and coded in them at most",
           "[eviction][demoting][memory]") {
   const layered_text text{.layers = 3, .query_heads = 4, .kv_heads = 2, .tokens = 150};
@@ -409,6 +468,7 @@ TEST_CASE("slots are as large as what is original and coded in them at most",
   const auto rounded_up = [](std::size_t bytes) { return (bytes + 127) / 128 * 128; };
   CHECK(slots(freekv::mikv{}, 40) == 3 * rounded_up(2 * (41 * original_bytes + 209 * int4_bytes)));
   CHECK(slots(freekv::mikv{}, 300) == slots(freekv::h2o{}, 300));
+  CHECK(slots(freekv::q_hitter{}, 40) == 3 * rounded_up(2 * (original_bytes + 40 * int4_bytes)));
   // Before its first cut a head has the whole budget as it is.
   for (const int budget : {40, 70, 300}) {
     CHECK(slots(freekv::arkv{}, budget) == slots(freekv::arkv_origin{}, budget));

@@ -304,6 +304,144 @@ TEST_CASE("for no query hard_kv_pairs keeps log-sum-exp, which falls from cut to
   }
 }
 
+/// What kv_merger makes of a prompt's keys (8 numbers each): places that stay, and of each other token the
+/// place that it goes into, with its weight. `attention` is of one row.
+struct merged_runs {
+  std::vector<int> pivots, into;
+  std::vector<double> weights;
+};
+merged_runs runs_of(const freekv::kv_merger& policy, int budget, std::vector<float> keys,
+                    std::vector<float> attention) {
+  const int n = static_cast<int>(attention.size());
+  std::vector<std::int32_t> tokens;
+  for (int i = 0; i < n; ++i) tokens.push_back(i);
+  const freekv::eviction_moment at{.budget = budget, .prompt = n, .tokens = n, .prompt_ends = true};
+  std::vector<float> scratch(count(n)), worths(count(n)), parted;
+  const std::vector<float> exact = keys;
+  merged_runs of;
+  CHECK(policy.observe({.units = n,
+                        .tokens = tokens.data(),
+                        .rows = 1,
+                        .numbers = attention.data(),
+                        .scratch = scratch.data(),
+                        .keys = keys.data(),
+                        .head_dim = 8,
+                        .stride = n},
+                       at, worths.data()) == std::min(n, budget));
+  std::vector<std::int32_t> order;
+  for (const float stays : {1.0f, 0.0f})
+    for (int i = 0; i < n; ++i)
+      if (worths[count(i)] == stays) order.push_back(i);
+  std::vector<double> lengths;
+  for (const int i : order) {
+    parted.insert(parted.end(), exact.begin() + i * 8, exact.begin() + i * 8 + 8);
+    lengths.push_back(std::sqrt(freekv::exact_product(exact.data() + i * 8, exact.data() + i * 8, 8)));
+  }
+  const int staying = static_cast<int>(std::count(worths.begin(), worths.end(), 1.0f));
+  CHECK(staying == std::min(n, budget));
+  std::vector<freekv::merge_fate> fates(count(n));
+  freekv::kv_merger::head_memory memory;
+  policy.merge({staying, n - staying, order.data(), parted.data(), lengths.data(), 8}, at, memory,
+               fates.data());
+  of.pivots.assign(order.begin(), order.begin() + staying);
+  of.into.resize(count(n)), of.weights.resize(count(n));
+  for (int i = 0; i < n; ++i) {
+    of.into[count(order[count(i)])] = i < staying ? order[count(i)] : order[count(fates[count(i)].into)];
+    of.weights[count(order[count(i)])] = fates[count(i)].weight;
+  }
+  return of;
+}
+
+TEST_CASE("kv_merger makes runs of neighbours tokens", "[eviction][merging]") {
+  // Angles in degrees of keys of length 2, all in one plane.
+  const std::vector<double> angles{50, 10, 12, 60, 62, 67, 20, 90};
+  std::vector<float> keys;
+  for (const double angle : angles)
+    for (int x = 0; x < 8; ++x) {
+      const double turn = angle * 3.14159265358979 / 180;
+      keys.push_back(static_cast<float>(x == 0 ? 2 * std::cos(turn) : x == 1 ? 2 * std::sin(turn) : 0));
+    }
+  const std::vector<float> attention{0, 1, 2, 3, 5, 4, 1, 9};
+  const freekv::kv_merger policy{.window = 1, .sink = 1};
+  const merged_runs five = runs_of(policy, 5, keys, attention);
+  CHECK(five.pivots == std::vector{0, 2, 4, 6, 7});
+  CHECK(five.into == std::vector{0, 2, 2, 4, 4, 4, 6, 7});
+  // One other: its squared distance is the mean.
+  CHECK(is_near(five.weights[1], std::exp(-0.5), 1e-9));
+  // Chords of 2 and 5 degrees.
+  const double near = std::pow(std::sin(3.14159265358979 / 180), 2),
+               far = std::pow(std::sin(2.5 * 3.14159265358979 / 180), 2);
+  CHECK(is_near(five.weights[3], std::exp(-near / (near + far)), 1e-4));
+  CHECK(is_near(five.weights[5], std::exp(-far / (near + far)), 1e-4));
+  CHECK(five.weights[4] == 1.0);
+  // Pairs of 5 degrees are cut next, and those of 47 and 48 last.
+  CHECK(runs_of(policy, 6, keys, attention).into == std::vector{0, 2, 2, 4, 4, 5, 6, 7});
+  CHECK(runs_of(policy, 4, keys, attention).into == std::vector{0, 2, 2, 4, 4, 4, 4, 7});
+  CHECK(runs_of(policy, 3, keys, attention).into == std::vector{0, 4, 4, 4, 4, 4, 4, 7});
+  CHECK(runs_of(policy, 8, keys, attention).into == std::vector{0, 1, 2, 3, 4, 5, 6, 7});
+  // Without a sink the first token goes with the others.
+  CHECK(runs_of({.window = 1, .sink = 0}, 2, keys, attention).into == std::vector{4, 4, 4, 4, 4, 4, 4, 7});
+}
+
+TEST_CASE("kv_merger finds the runs again that it has ranked pivots by", "[eviction][merging]") {
+  dice random(11);
+  for (int trial = 0; trial < some_of(400); ++trial) {
+    const int n = random.between(6, 120), window = random.between(1, 3), sink = random.between(0, 2),
+              budget = random.between(sink + window + 1, n);
+    std::vector<float> keys = normals(random, n * 8), attention = normals(random, n);
+    // Some keys are copies, of no direction, or not finite: their pairs are alike.
+    for (int i = 1; i < n; ++i) {
+      const int kind = random.below(12);
+      if (kind < 5) std::copy_n(keys.begin() + (i - 1) * 8, 8, keys.begin() + i * 8);
+      if (kind == 5) std::fill_n(keys.begin() + i * 8, 8, 0.0f);
+      if (kind == 6 && trial % 8 == 0) keys[count(i * 8)] = quiet_nan;
+      if (kind < 8) attention[count(i)] = attention[count(i - 1)];
+    }
+    // Runs by their definition: pairs are cut one after the other.
+    std::vector<float> pairs;
+    for (int i = 0; i + 1 < n; ++i) {
+      const float *const a = keys.data() + i * 8, *const b = a + 8;
+      const double cosine = freekv::exact_product(a, b, 8) / (std::sqrt(freekv::exact_product(a, a, 8)) *
+                                                              std::sqrt(freekv::exact_product(b, b, 8)));
+      const bool apart = i < sink || i + 1 >= n - window;
+      pairs.push_back(apart ? -2.0f : std::isfinite(cosine) ? static_cast<float>(cosine) : 0.0f);
+    }
+    for (int cut = 1; cut < budget; ++cut) *std::min_element(pairs.begin(), pairs.end()) = 3.0f;
+    std::vector<int> into, pivots;
+    for (int first = 0, end = 0; first < n; first = end) {
+      while (end < n && (end + 1 == n || pairs[count(end)] < 3.0f)) ++end;
+      end = std::min(n, end + 1);
+      const auto most = std::max_element(attention.begin() + first, attention.begin() + end);
+      pivots.push_back(static_cast<int>(most - attention.begin()));
+      into.insert(into.end(), count(end - first), pivots.back());
+    }
+    const merged_runs of = runs_of({.window = window, .sink = sink}, budget, keys, attention);
+    INFO(n << " tokens, budget " << budget << ", sink " << sink << ", window " << window);
+    CHECK(of.pivots == pivots);
+    CHECK(of.into == into);
+  }
+}
+
+TEST_CASE("copies that kv_merger makes a token of weigh as many as they are", "[eviction][merging]") {
+  dice random(12);
+  for (int trial = 0; trial < some_of(8); ++trial) {
+    const int kv_heads = random.between(1, 2), query_heads = kv_heads * random.between(1, 3),
+              runs = random.between(4, 20), prompt = 2 * runs + 40, tokens = prompt + 20;
+    rows_of_text text = random_rows(random, tokens, query_heads, kv_heads);
+    const int row = kv_heads * d;
+    for (int t = 1, begun = 1; t < prompt; ++t) {  // runs of copies, of which the window has none
+      const bool begins = t >= prompt - 3 || (begun < runs - 3 && random.below(3) == 0);
+      begun += begins;
+      if (begins) continue;
+      std::copy_n(text.keys.begin() + (t - 1) * row, row, text.keys.begin() + t * row);
+      std::copy_n(text.values.begin() + (t - 1) * row, row, text.values.begin() + t * row);
+    }
+    INFO(runs << " runs at most of " << prompt << " tokens");
+    compare_with_everything(freekv::kv_merger{.window = 3, .sink = 0}, runs, query_heads, kv_heads, text,
+                            prompt, tokens, 1e-5);
+  }
+}
+
 TEST_CASE("what is not a number does not merge, and the others do", "[eviction][merging]") {
   // The last row's query is NaN: the policy has no weights, so what leaves is lost; all rows after are as
   // TOVA's.
@@ -393,6 +531,8 @@ TEST_CASE("policies that cannot merge as they say are refused", "[eviction][merg
   };
   refuses(shares_of_nothing{}, "exact_merge merges by the shares of rows that it observes and observes none");
   refuses(freekv::hard_kv_pairs{{}, 0}, "hard_kv_pairs: 0 tokens take others; at least 1");
+  refuses(freekv::kv_merger{.window = 511},
+          "kv_merger: a sink of 1 tokens and a window of 511 of a budget of 512");
   freekv::d2o d2o;
   d2o.beta = 1.5f;
   refuses(d2o, "d2o: recent of 0.25 and a beta of 1.5");

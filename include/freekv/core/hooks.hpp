@@ -32,7 +32,9 @@ enum class hook : std::uint8_t {
   observe,
   prepare,
   query_width,
+  rank,  ///< of an eviction that counts units, the worths of all of them together
   rate,  ///< of an eviction, ratios that it gives layers when a prompt ends
+  rows,  ///< of an eviction, `on_row`: a token's key and value
   sees_keys,
   shared_bytes,
   shared_floats,
@@ -141,9 +143,9 @@ using every_hook =
     hook_list<hook::admits, hook::allocate, hook::at, hook::blocks, hook::bytes, hook::data, hook::decode,
               hook::demote, hook::encode, hook::enough, hook::favour, hook::four_heads, hook::kept,
               hook::kind_of_head, hook::linear, hook::mass_term, hook::merge, hook::observe, hook::prepare,
-              hook::query_width, hook::rate, hook::sees_keys, hook::shared_bytes, hook::shared_floats,
-              hook::stored, hook::summarised_by_whole_rows, hook::temperature, hook::validate, hook::values,
-              hook::weighs, hook::with_elements, hook::worths>;
+              hook::query_width, hook::rank, hook::rate, hook::rows, hook::sees_keys, hook::shared_bytes,
+              hook::shared_floats, hook::stored, hook::summarised_by_whole_rows, hook::temperature,
+              hook::validate, hook::values, hook::weighs, hook::with_elements, hook::worths>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

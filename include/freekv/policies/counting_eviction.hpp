@@ -5,11 +5,14 @@
 // the group's maximum (RaaS in FreeKV's comparison).
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <freekv/algorithms/ordered_key.hpp>
+#include <freekv/policies/detail/group_codes.hpp>
 #include <freekv/policies/eviction.hpp>
 #include <freekv/policies/integer_codecs.hpp>
+#include <functional>
 #include <string>
 #include <string_view>
 
@@ -66,6 +69,100 @@ struct mikv : h2o {
   constexpr int originals(const eviction_moment& at) const { return at.budget; }
   constexpr int most_originals(const eviction_limits& most) const { return most.budget + 1; }
   void validate(const eviction_limits& most) const { h2o::validate(most, name); }
+};
+
+/// Q-Hitter (MLSys 2024, "A Better Token Oracle for Efficient LLM Inference via Sparse-Quantized KV Cache",
+/// as its published code has it): h2o all of whose tokens are in 4 bits, and which keeps tokens that suit
+/// this. Of the budget a `heavy` share is for the tokens of most attention so far, a `recent` share for the
+/// latest, and the rest for those of the most `alpha` a + (1 - alpha) (1 - (k + v) / 2): a token's attention,
+/// and how far coding takes its key and its value from what they were (the length of the difference), each
+/// from 0 to 1 between the least and the most that the head's tokens have.
+///
+/// The published code takes these from all heads of a layer, of errors when a prompt ends and later from each
+/// row alone; here they are those of the tokens that the KV head holds. Its codes have a zero point, where
+/// here `int4_token` is symmetric; it rounds a token before its own row attends to it, here a token is coded
+/// behind that. Its cache is 0.2 of the prompt, of which the shares are those here.
+struct q_hitter : h2o {
+  using hooks = hook_list<hook::demote, hook::rank, hook::rows, hook::validate, hook::values>;
+  static constexpr std::string_view name = "q_hitter";
+  constexpr q_hitter() : h2o{0.25f} {}
+  float heavy = 0.35f, alpha = 0.5f;
+
+  struct unit_state : h2o::unit_state {
+    float key_error, value_error;  // of the token in 4 bits
+  };
+  void on_row(unit_state& unit, const float* key, const float* value, int head_dim) const {
+    unit.key_error = coding_error(key, head_dim);
+    unit.value_error = coding_error(value, head_dim);
+  }
+  void rank(const counted_units<unit_state>& held, const eviction_moment& at, float* worths) const {
+    int heaviest = static_cast<int>(heavy * static_cast<float>(at.budget)), others = 0;
+    for (int i = 0; i < held.units; ++i)
+      if (!protects(held.tokens[i], at)) worths[others++] = held.states[i].mass;
+    heaviest = std::min(heaviest, others);
+    float least = HUGE_VALF;  // mass of a heavy token
+    if (heaviest > 0) {
+      std::nth_element(worths, worths + (heaviest - 1), worths + others, std::greater<float>());
+      least = worths[heaviest - 1];
+      heaviest -=
+          static_cast<int>(std::count_if(worths, worths + others, [&](float mass) { return mass > least; }));
+    }
+    const range masses(held, [](const unit_state& unit) { return unit.mass; });
+    const range of_keys(held, [](const unit_state& unit) { return unit.key_error; });
+    const range of_values(held, [](const unit_state& unit) { return unit.value_error; });
+    for (int i = held.units; i-- > 0;) {  // of tokens alike the latest are heavy
+      const unit_state& unit = held.states[i];
+      const float errors = of_keys.part(unit.key_error) + of_values.part(unit.value_error);
+      worths[i] = alpha * masses.part(unit.mass) + (1.0f - alpha) * (1.0f - errors / 2.0f);
+      if (protects(held.tokens[i], at)) continue;
+      if (unit.mass > least || (unit.mass == least && heaviest-- > 0)) worths[i] = 2.0f;
+    }
+  }
+
+  constexpr int4_token codec() const { return {}; }
+  constexpr int originals(const eviction_moment&) const { return 0; }
+  constexpr int most_originals(const eviction_limits&) const { return 1; }
+
+  std::string values() const {
+    return h2o::values() + ", heavy " + detail::decimal(heavy) + ", alpha " + detail::decimal(alpha);
+  }
+  void validate(const eviction_limits& most) const {
+    h2o::validate(most, name);
+    if (!(heavy >= 0.0f && heavy + recent <= 1.0f) || !(alpha >= 0.0f && alpha <= 1.0f))
+      throw settings_error("q_hitter: heavy of " + detail::decimal(heavy) + " beside a recent of " +
+                           detail::decimal(recent) + " and an alpha of " + detail::decimal(alpha) +
+                           "; give shares of the budget whose sum is at most 1, and one from 0 to 1; 0.35, "
+                           "0.25 and 0.5 as published");
+  }
+
+ private:
+  /// The least and the most of units' numbers; NaN is neither.
+  struct range {
+    float least = HUGE_VALF, most = -HUGE_VALF;
+    template <class Number>
+    range(const counted_units<unit_state>& held, const Number& number) {
+      for (int i = 0; i < held.units; ++i) {
+        least = std::min(least, number(held.states[i]));
+        most = std::max(most, number(held.states[i]));
+      }
+    }
+    /// From 0 to 1; 1 of NaN too.
+    float part(float of) const { return of < most ? (of - least) / (most - least) : 1.0f; }
+  };
+  static float coding_error(const float* row, int count) {
+    using codes = detail::symmetric<4>::groups<float, 1>;
+    detail::extremes<1> seen;
+    for (int x = 0; x < count; x += 8) seen.add<8>(row + x);
+    codes group;
+    group.fit(seen);
+    double squares = 0.0;
+    for (int x = 0; x < count; ++x) {
+      const double apart =
+          static_cast<double>(group.number(0, group.code(0, row[x]))) - static_cast<double>(row[x]);
+      squares += apart * apart;
+    }
+    return static_cast<float>(std::sqrt(squares));
+  }
 };
 
 /// TOVA (arXiv 2401.06104, section 3.2): the token that the current row attends to least leaves, the row's
@@ -320,8 +417,8 @@ struct raas {
   }
 };
 
-static_assert(eviction_policy<h2o> && eviction_policy<mikv> && eviction_policy<tova> &&
-              eviction_policy<snapkv> && eviction_policy<dapq> && eviction_policy<pyramid_kv> &&
-              eviction_policy<lazy_eviction> && eviction_policy<raas>);
+static_assert(eviction_policy<h2o> && eviction_policy<mikv> && eviction_policy<q_hitter> &&
+              eviction_policy<tova> && eviction_policy<snapkv> && eviction_policy<dapq> &&
+              eviction_policy<pyramid_kv> && eviction_policy<lazy_eviction> && eviction_policy<raas>);
 
 }  // namespace freekv

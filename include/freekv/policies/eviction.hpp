@@ -77,6 +77,15 @@ struct observed_units {
   float* scratch_row(int r) const { return scratch + r * stride; }
 };
 
+/// Units that a KV head holds when some are to leave or become coded, in the order of the text, for a policy
+/// that counts units and ranks them together.
+template <class State>
+struct counted_units {
+  int units = 0;
+  const std::int32_t* tokens = nullptr;  ///< (units): numbers in the sequence
+  const State* states = nullptr;         ///< (units)
+};
+
 /// Rule of what a token that stays becomes when others merge into it.
 enum class merge_rule : std::uint8_t {
   by_weights,   ///< the mean of their keys and values by the policy's weights; it weighs in attention as
@@ -194,6 +203,18 @@ inline constexpr bool cuts_blocks = hooks_of<E>::has(hook::blocks);
 template <class E>
 inline constexpr bool takes_worths = hooks_of<E>::has(hook::worths);
 
+namespace detail {
+
+/// True of a policy that lists `hook::rows`.
+template <class E>
+inline constexpr bool sees_rows = hooks_of<E>::has(hook::rows);
+
+/// True of a policy that lists `hook::rank`.
+template <class E>
+inline constexpr bool ranks_units = hooks_of<E>::has(hook::rank);
+
+}  // namespace detail
+
 /// A policy that remembers something of each unit. `unit_state` is trivially copyable. It is told:
 /// `on_append(unit, row)` for every token, with its number in the sequence;
 /// `on_prompt(unit, votes, first_token)` when a prompt ends, with the votes of its last `observed_rows()`
@@ -308,6 +329,13 @@ concept has_blocks = requires(const P p, const eviction_limits& most) {
 ///   tokens of a prompt that a step brings, its block. They go behind what a head holds, which is cut to
 ///   `kept(moment)` before the next block comes, and before the first decode row. So `capacity(limits)` has
 ///   room for a block beside what is kept;
+/// - `on_row(unit, key, value, head_dim)`, listed as `hook::rows`, of a policy that counts units: right
+/// behind
+///   each `on_append` it is told the token's key and value as they are stored, (head_dim) floats each. Of a
+///   prompt's tokens each has both calls, in their order, when the prompt ends;
+/// - `rank(units, moment, worths)`, listed as `hook::rank`, of a policy that counts units and demotes: in
+///   place of `worth(unit)` it gives all units that a head holds a worth each, which may depend on the
+///   others' states (`counted_units`);
 /// - `on_given(unit, worth)`, listed as `hook::worths`, of a policy that counts units: right behind each
 ///   `on_append` it is told what the engine gave for the row and KV head (`kv_rows::worths`), NaN as
 ///   -infinity. Of a prompt's rows each has both calls, in their order, when the prompt ends.
@@ -335,6 +363,10 @@ struct eviction_kind : kind_defaults {
     static_assert(!takes_worths<P> || !observes<P>,
                   "an eviction policy that lists hook::observe ranks units by what rows attend to and does "
                   "not list hook::worths");
+    static_assert(!detail::sees_rows<P> || !observes<P>,
+                  "an eviction policy that lists hook::observe has no units and does not list hook::rows");
+    static_assert(!detail::ranks_units<P> || (demotes<P> && !observes<P>),
+                  "an eviction policy that lists hook::rank counts units and lists hook::demote");
   };
   template <class P>
   static constexpr bool offers(hook h) {
@@ -353,8 +385,23 @@ struct eviction_kind : kind_defaults {
           { p.group() } -> std::same_as<group_rule>;
           { p.observes_decoding() } -> std::same_as<bool>;
         };
+      case hook::rank:
+        if constexpr (counts_units<P>)
+          return requires(const P p, const counted_units<typename P::unit_state>& units,
+                          const eviction_moment& at, float* worths) {
+            p.rank(units, at, worths);
+          };
+        else
+          return false;
       case hook::rate:
         return detail::rates_layers<P>;
+      case hook::rows:
+        if constexpr (counts_units<P>)
+          return requires(const P p, typename P::unit_state& unit, const float* row) {
+            p.on_row(unit, row, row, 8);
+          };
+        else
+          return false;
       case hook::sees_keys:
         return requires(const P p) {
           { p.sees_keys() } -> std::same_as<bool>;

@@ -145,6 +145,139 @@ struct hard_kv_pairs : hard_kv {
 };
 static_assert(eviction_policy<hard_kv_pairs>);
 
+/// KVMerger (arXiv 2407.08454): runs of neighbours with similar keys become a token each. When a prompt ends
+/// it is cut between neighbours of the least cosine until there are as many runs as the budget has tokens;
+/// the first `sink` tokens and the latest `window` are runs of their own. Of a run the token stays that has
+/// most of the window's attention, the pivot p. It becomes the mean of the run's keys and values by weights
+/// exp(-|k_p - k_i|^2 / (2 sigma^2)), and weighs as many as they are. All that is decoded stays.
+///
+/// The paper cuts where a cosine is below 0.75, so that its budget is what a text comes to; it leaves out of
+/// merging, beside the latest tokens, those of most attention, and counts the attention of all rows. Its
+/// sigma is a mean of weights that depend on it, about 5 for its models; here sigma^2 is the mean of the
+/// run's squared distances from the pivot, whatever the size of keys. The paper multiplies the mean of values
+/// by the number of tokens; here a log-weight counts them, in the softmax's sum too. Cosines are compared as
+/// float32.
+struct kv_merger {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::merge, hook::observe, hook::sees_keys, hook::validate, hook::values>;
+  static constexpr std::string_view name = "kv_merger";
+  int window = 32;
+  int sink = 1;
+
+  constexpr int unit_tokens() const { return 1; }
+  constexpr bool stages_prompt() const { return true; }
+  constexpr int observed_rows() const { return window; }
+  constexpr int capacity(const eviction_limits& most) const { return most.budget + most.max_generated; }
+  constexpr int kept(const eviction_moment& at) const { return at.prompt_ends ? at.budget : every_token; }
+  constexpr bool protects(int token, const eviction_moment& at) const {
+    return token < sink || token >= at.prompt - window;
+  }
+
+  constexpr group_rule group() const { return group_rule::each; }
+  constexpr bool observes_decoding() const { return false; }
+  constexpr bool sees_keys() const { return true; }
+  int observe(const observed_units& held, const eviction_moment& at, float* worths) const {
+    const int n = held.units, cuts = std::min(n, at.budget) - 1;
+    float* const attention = held.scratch_row(0);
+    std::fill_n(attention, n, 0.0f);
+    for (int r = 0; r < held.rows; ++r)
+      for (int i = 0; i < n; ++i) attention[i] += held.row(r)[i];
+
+    float* const pairs = held.row(0);  // of unit i and the next
+    double before = length(held, 0);
+    for (int i = 0; i + 1 < n; ++i) {
+      const double behind = length(held, i + 1),
+                   product = exact_product(key(held, i), key(held, i + 1), held.head_dim);
+      pairs[i] = likeness(held.tokens[i], held.tokens[i + 1], product / (before * behind), at);
+      before = behind;
+    }
+    float most = -HUGE_VALF;  // of a pair that is cut
+    int alike = 0;            // pairs that are as much, and cut: the first of them
+    if (cuts > 0) {
+      std::copy_n(pairs, n - 1, worths);
+      std::nth_element(worths, worths + (cuts - 1), worths + (n - 1));
+      most = worths[cuts - 1];
+      alike =
+          cuts - static_cast<int>(std::count_if(pairs, pairs + (n - 1), [&](float of) { return of < most; }));
+    }
+    std::fill_n(worths, n, 0.0f);
+    for (int i = 0, pivot = 0; i < n; ++i) {
+      if (attention[i] > attention[pivot]) pivot = i;
+      if (i + 1 < n && !(pairs[i] < most) && !(pairs[i] == most && alike-- > 0)) continue;
+      worths[pivot] = 1.0f;
+      pivot = i + 1;
+    }
+    return cuts + 1;
+  }
+
+  struct head_memory {};
+  constexpr merge_rule merge_by() const { return merge_rule::as_many; }
+  /// Finds the runs again: between two pivots that follow each other one pair was cut, the least.
+  void merge(const merging_tokens& of, const eviction_moment& at, head_memory&, merge_fate* fates) const {
+    if (of.staying == 0) return;
+    int next = of.staying;  // of those that leave
+    for (int behind = 0; behind <= of.staying; ++behind) {
+      const int first = next;
+      while (next < of.end() && (behind == of.staying || of.tokens[next] < of.tokens[behind])) ++next;
+      const int cut = behind == 0            ? first
+                      : behind == of.staying ? next
+                                             : least_pair(of, at, behind, first, next);
+      for (int i = first; i < next; ++i) fates[i].into = i < cut ? behind - 1 : behind;
+    }
+    for (int first = of.staying, end = first; first < of.end(); first = end) {
+      const int pivot = fates[first].into;
+      double sum = 0.0;
+      for (; end < of.end() && fates[end].into == pivot; ++end)
+        sum += fates[end].weight = squared_distance(of, pivot, end);
+      const double twice_variance = 2.0 * sum / (end - first);
+      for (int i = first; i < end; ++i)
+        fates[i].weight = sum == 0.0 ? 1.0 : std::exp(-fates[i].weight / twice_variance);
+    }
+  }
+
+  std::string values() const { return std::to_string(window) + ", sink " + std::to_string(sink); }
+  void validate(const eviction_limits& most) const {
+    if (window < 1 || sink < 0 || std::int64_t{sink} + window >= most.budget)
+      throw settings_error("kv_merger: a sink of " + std::to_string(sink) + " tokens and a window of " +
+                           std::to_string(window) + " of a budget of " + std::to_string(most.budget) +
+                           "; give a window of at least 1, and leave room for a token between them");
+  }
+
+ private:
+  static const float* key(const observed_units& held, int unit) {
+    return held.keys + std::ptrdiff_t{unit} * held.head_dim;
+  }
+  static double length(const observed_units& held, int unit) {
+    return std::sqrt(exact_product(key(held, unit), key(held, unit), held.head_dim));
+  }
+  /// Likeness of two neighbours, of which the least are cut.
+  float likeness(int token, int behind, double cosine, const eviction_moment& at) const {
+    if (protects(token, at) || protects(behind, at)) return -HUGE_VALF;
+    return std::isfinite(cosine) ? static_cast<float>(cosine) : 0.0f;
+  }
+  /// Place of the first token behind the least pair, of those that leave between pivots behind - 1 and
+  /// behind.
+  int least_pair(const merging_tokens& of, const eviction_moment& at, int behind, int first, int end) const {
+    int cut = first;
+    float least = HUGE_VALF;
+    for (int i = first; i <= end; ++i) {
+      const int one = i == first ? behind - 1 : i - 1, other = i == end ? behind : i;
+      const float now = likeness(of.tokens[one], of.tokens[other], of.cosine(one, other), at);
+      if (now < least) least = now, cut = i;
+    }
+    return cut;
+  }
+  static double squared_distance(const merging_tokens& of, int one, int other) {
+    double sum = 0.0;
+    for (int x = 0; x < of.head_dim; ++x) {
+      const double apart = static_cast<double>(of.key(one)[x]) - static_cast<double>(of.key(other)[x]);
+      sum += apart * apart;
+    }
+    return sum;
+  }
+};
+static_assert(eviction_policy<kv_merger>);
+
 /// RazorAttention (arXiv 2407.15891) with its compensation token: some KV heads keep everything, the others
 /// the first `sink` tokens, the latest, and one token for all that have left, the mean of their keys and
 /// values, which weighs as many as they are. Unlike the paper's, these heads have the budget, and not the

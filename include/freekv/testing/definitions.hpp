@@ -60,6 +60,8 @@ struct attended_rows {
   int prompt = 0;  ///< tokens, the first of the rows
   /// Worths that were given for each token so far, where the policy takes them; NaN comes as -infinity.
   doubles worths{};
+  /// Keys and values of each token so far, (head_dim), where the policy lists `hook::rows`.
+  std::vector<doubles> keys{}, values{};
   /// True where some of the prompt left when it ended. Where none did, a policy that does not observe every
   /// row is not told of what prompt rows attended to.
   bool prompt_is_cut = false;

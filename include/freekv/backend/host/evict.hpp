@@ -221,6 +221,8 @@ class eviction_stages {
         eviction.on_append(made, entry.before);
         if constexpr (takes_worths<Eviction>)
           eviction.on_given(made, given_worth(s, worths, entry.first_row, head));
+        if constexpr (freekv::detail::sees_rows<Eviction>)
+          heads_.tell_row(eviction, made, as_const(s.slice(entry.sequence, head)), place);
       }
     }
     ++tokens;

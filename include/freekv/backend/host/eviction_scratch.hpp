@@ -28,6 +28,7 @@ struct eviction_sizes {
   std::int64_t observed = 0, units = 0;
   bool sees_keys = false, merges = false, merges_by_shares = false, rates = false;
   std::int64_t held = 0, coded = 0;  // tokens; those that may become coded at once
+  std::int64_t ranked = 0;           // units whose states are ranked together
   std::size_t code_bytes = 0, state_bytes = 0, element_bytes = 0;  // of a coded token, of its state
 
   std::int64_t score_stride() const { return (std::int64_t{most} + 15) / 16 * 16; }
@@ -55,6 +56,7 @@ struct eviction_sizes {
         sizes.element_bytes = sizeof(typename Shape::element_type);
         sizes.code_bytes = eviction.codec().bytes({1, Shape::head_dim}, sizes.element_bytes);
         if constexpr (!observes<E>) sizes.state_bytes = sizeof(typename E::unit_state);
+        if constexpr (freekv::detail::ranks_units<E>) sizes.ranked = sizes.most;
       }
       return sizes;
     });
@@ -87,6 +89,7 @@ struct eviction_scratch {
   std::int32_t* held = nullptr;  // (units): tokens in the order of attention
   std::byte* codes = nullptr;    // (tokens that become coded, bytes of a coded token)
   std::byte* states = nullptr;   // (the same, bytes of a state)
+  std::byte* ranked = nullptr;   // (units, bytes of a state), of one that ranks units together
   std::byte* decoded = nullptr;  // (tokens of a block, 2, head_dim)
   double* sums = nullptr;        // (units): of a layer's votes
 
@@ -121,6 +124,7 @@ struct eviction_scratch {
         .held = memory.take<std::int32_t>(to_size(s.held)),
         .codes = memory.take<std::byte>(to_size(s.coded) * s.code_bytes),
         .states = memory.take<std::byte>(to_size(s.coded) * s.state_bytes),
+        .ranked = memory.take<std::byte>(to_size(s.ranked) * s.state_bytes),
         .decoded = memory.take<std::byte>(to_size(2 * attention_block<HeadDim> * HeadDim) * s.element_bytes),
         .sums = memory.take<double>(to_size(s.rates ? s.units : 0))};
   }

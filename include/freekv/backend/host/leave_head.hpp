@@ -74,11 +74,12 @@ class head_eviction : public head_observer<Shape> {
     const auto make = [&]([[maybe_unused]] auto& made, [[maybe_unused]] int unit) {
       if constexpr (!observes<Eviction>) {
         const int end = std::min((unit + 1) * u, entry.prompt);
-        if constexpr (takes_worths<Eviction>) {
-          const float* const worths = s.worths_of(entry, head);
+        if constexpr (takes_worths<Eviction> || freekv::detail::sees_rows<Eviction>) {
           for (int token = unit * u; token < end; ++token) {
             eviction.on_append(made, token);
-            eviction.on_given(made, worths[token]);
+            if constexpr (takes_worths<Eviction>) eviction.on_given(made, s.worths_of(entry, head)[token]);
+            if constexpr (freekv::detail::sees_rows<Eviction>)
+              tell_row(eviction, made, as_const(s.prompt_slice(entry, head)), token);
           }
         } else {
           eviction.on_append(made, end - 1);
@@ -86,8 +87,16 @@ class head_eviction : public head_observer<Shape> {
         eviction.on_prompt(made, votes, unit * u);
       }
     };
+    if constexpr (freekv::detail::ranks_units<Eviction>) {
+      auto* const units = reinterpret_cast<typename Eviction::unit_state*>(w.ranked);
+      for (int unit = 0; unit < all; ++unit) {
+        w.tokens[unit] = unit * u;
+        make(units[unit] = {}, unit);
+      }
+      eviction.rank({all, w.tokens, units}, at, w.worths);
+    }
     const auto worth_of = [&](int unit) {
-      if constexpr (observes<Eviction>) {
+      if constexpr (observes<Eviction> || freekv::detail::ranks_units<Eviction>) {
         return order_bits(w.worths[unit]);
       } else {
         typename Eviction::unit_state made{};
@@ -157,6 +166,18 @@ class head_eviction : public head_observer<Shape> {
     eviction_moment at = end_of_prompt(s, ended, head);
     at.held = s.tokens[s.head_index(entry.sequence, head)];
     if (at.held > eviction.kept(at)) compact(eviction, s, ended, head, at, nullptr, w);
+  }
+
+  /// Tells a policy the key and value of row `at` of a slice, which has just joined a unit.
+  template <class Eviction>
+  static void tell_row(const Eviction& eviction, typename Eviction::unit_state& unit,
+                       const head_slice<const element>& slice, int at) {
+    float key[d], value[d];
+    for (int x = 0; x < d; ++x) {
+      key[x] = to_float(slice.key[at * slice.stride + x]);
+      value[x] = to_float(slice.value[at * slice.stride + x]);
+    }
+    eviction.on_row(unit, key, value, d);
   }
 
   /// Counts a decode row's shares on the units, once it has attended, and has units leave.
@@ -374,7 +395,8 @@ class head_eviction : public head_observer<Shape> {
     std::int32_t* const first_token = s.first_tokens(entry.sequence, head);
     const auto slice = s.slice(entry.sequence, head);
     for (int nth = 0; nth < all; ++nth) w.held[nth] = first_token[s.place_of(nth, whole)];
-    if constexpr (observes<Eviction>) {
+    constexpr bool together = observes<Eviction> || freekv::detail::ranks_units<Eviction>;
+    if constexpr (together) {
       order_by_text(w.held, all, w);
     } else {
       std::iota(w.order, w.order + all, 0);
@@ -384,8 +406,14 @@ class head_eviction : public head_observer<Shape> {
     if constexpr (observes<Eviction>)
       kept = std::min(kept, eviction.observe(this->see(eviction, s, entry, slice, nullptr, all, at, w, coded),
                                              at, w.worths));
+    if constexpr (freekv::detail::ranks_units<Eviction>) {
+      auto* const units = reinterpret_cast<typename Eviction::unit_state*>(w.ranked);
+      for (int i = 0; i < all; ++i)
+        units[i] = s.template states_of<Eviction>(entry.sequence, head)[s.place_of(w.order[i], whole)];
+      eviction.rank({all, w.tokens, units}, at, w.worths);
+    }
     const auto rank_at = [&](int i) {
-      if constexpr (observes<Eviction>) {
+      if constexpr (together) {
         return rank(eviction, order_bits(w.worths[i]), w.tokens[i], at);
       } else {
         const auto* const states = s.template states_of<Eviction>(entry.sequence, head);

@@ -70,6 +70,10 @@ struct eviction_judge {
     }
     seen.shares.push_back(std::move(shares));
     if constexpr (takes_worths<Policy>) seen.worths.push_back(text->worth(row, head));
+    if constexpr (freekv::detail::sees_rows<Policy>) {
+      seen.keys.push_back(text->key(row, head));
+      seen.values.push_back(text->value(row, head));
+    }
   }
   void prompt(int count) {
     seen.prompt = tokens = count;
@@ -141,7 +145,8 @@ struct eviction_judge {
   /// Units that are held, ranked as rows have attended to them, or `kept` of them at most by what the last
   /// rows have.
   unit_ranking rank(const eviction_moment& at, int kept) const {
-    unit_ranking ranked{std::vector<doubles>(held.size()), kept, kept, takes_worths<Policy> ? 1e-6 : 0.0};
+    unit_ranking ranked{std::vector<doubles>(held.size()), kept, kept,
+                        takes_worths<Policy> || freekv::detail::sees_rows<Policy> ? 1e-6 : 0.0};
     random_numbers random(1);
     const auto move = [&](double& x, double size) { x += 2e-5 * size * random.either_way(); };
     if constexpr (observes<Policy>) {
