@@ -188,7 +188,7 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
                               ? originals * original + (columns - originals) * 2 * (trace.head_dim / 2 + 4)
                               : (pooled ? pool : columns * unit) * original;
       CHECK(summary.at("fast_tier_bytes") == (trace.kv_heads * of_head + 127) / 128 * 128);
-      CHECK(summary.at("staging_bytes") > 0);
+      CHECK((summary.at("staging_bytes").get<long>() > 0) == (variant != "epi_cache"));  // which stages none
     }
   CHECK(seen.steps == std::ssize(forgetful_variants) * (sanitized ? 24 : 24 + 424 + 364));
   CHECK(seen.doubtful * 50 < seen.sets);
