@@ -273,9 +273,9 @@ using residency_list = policy_list<first_unselected<dynamic>, least_recently_use
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
                                int8_channel, int4_channel, low_rank_keys<dynamic>>;
 using eviction_list =
-    policy_list<h2o, mikv, tova, snapkv, dapq, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake,
-                r_kv, arkv_origin, arkv, arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs,
-                razor_attention_compensated, trim_kv, given_worths>;
+    policy_list<h2o, mikv, tova, snapkv, dapq, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv,
+                layer_defensive_kv, cake, r_kv, arkv_origin, arkv, arkv_split, d2o, exact_merge,
+                hard_kv_merge, hard_kv_pairs, razor_attention_compensated, trim_kv, given_worths>;
 
 inline constexpr auto& summaries = summary_list::choices;
 inline constexpr auto& device_summaries = device_summary_list::choices;

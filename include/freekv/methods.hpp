@@ -367,6 +367,13 @@ struct defensive_kv : named_eviction<freekv::defensive_kv> {
       "snapkv by the most that any row gives a token, and at least the mean";
   static constexpr std::string_view published = "arXiv 2510.13334";
 };
+/// Layer-DefensiveKV: `freekv::layer_defensive_kv`.
+struct layer_defensive_kv : named_eviction<freekv::layer_defensive_kv> {
+  static constexpr std::string_view name = "layer_defensive_kv";
+  static constexpr std::string_view about =
+      "defensive_kv whose heads' budgets are by the best tokens of all heads of all layers";
+  static constexpr std::string_view published = "arXiv 2510.13334";
+};
 /// CAKE: `freekv::cake`.
 struct cake : named_eviction<freekv::cake> {
   static constexpr std::string_view name = "cake";
@@ -472,9 +479,9 @@ using all =
                 freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
                 freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
                 freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, mikv, tova, snapkv, dapq,
-                pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, arkv,
-                arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs, razor_attention_compensated,
-                trim_kv, given_worths>;
+                pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, layer_defensive_kv, cake, r_kv,
+                arkv_origin, arkv, arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs,
+                razor_attention_compensated, trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -9,11 +9,17 @@ using namespace tests;
 
 namespace {
 
-const std::vector<std::string> forgetful_variants{
-    "h2o",           "mikv",         "tova",         "snapkv",      "pyramid_kv",    "raas",
-    "lazy_eviction", "hard_kv",      "defensive_kv", "cake",        "r_kv",          "arkv_origin",
-    "arkv",          "arkv_split",   "d2o",          "exact_merge", "hard_kv_merge", "hard_kv_pairs",
-    "trim_kv",       "given_worths", "dapq"};
+const std::vector<std::string> forgetful_variants{"h2o",           "mikv",
+                                                  "tova",          "snapkv",
+                                                  "pyramid_kv",    "raas",
+                                                  "lazy_eviction", "hard_kv",
+                                                  "defensive_kv",  "cake",
+                                                  "r_kv",          "arkv_origin",
+                                                  "arkv",          "arkv_split",
+                                                  "d2o",           "exact_merge",
+                                                  "hard_kv_merge", "hard_kv_pairs",
+                                                  "trim_kv",       "given_worths",
+                                                  "dapq",          "layer_defensive_kv"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -112,11 +118,12 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
                         : variant.starts_with("hard_kv") || variant == "r_kv"
                             ? std::min(budget + 128, trace.tokens)
                         : variant == "snapkv" || variant == "dapq" || variant == "pyramid_kv" ||
-                                variant == "defensive_kv" || variant == "cake"
+                                variant.ends_with("defensive_kv") || variant == "cake"
                             ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
                             : budget + 1;
       const int most = variant == "raas" ? std::min(slots, (trace.tokens + 15) / 16 * 16) : slots;
-      const bool pooled = variant == "cake";  // a head may have any part of what all have
+      const bool shared = variant == "layer_defensive_kv";  // the budget among the layer's heads
+      const bool pooled = variant == "cake" || shared;      // a head may have any part of what all have
       const int pool = prompt == 0 ? budget + trace.tokens : slots;  // where a prompt could have come too
       if (prompt > 0) CHECK(columns == (variant == "raas" ? most / 16 : pooled ? trace.tokens : most));
 
@@ -137,6 +144,16 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
           const auto q = trace.rows(trace.q, token, 1), k = trace.rows(trace.k, token, 1),
                      v = trace.rows(trace.v, token, 1);
           const auto where = sentence("step ", step);
+          if (shared && step == 0 && prompt > budget) {
+            std::vector<std::vector<double>> worths;
+            std::vector<int> kept;
+            for (int head = 0; head < trace.kv_heads; ++head) {
+              worths.push_back(expected.defended_worths(head));
+              const auto units = std::span(selected).subspan(to_size(head * columns), to_size(columns));
+              kept.push_back(static_cast<int>(std::find(units.begin(), units.end(), -1) - units.begin()) - 1);
+            }
+            take_head_budgets(expected, settings, worths, kept);
+          }
           for (int head = 0; head < trace.kv_heads; ++head) {
             const auto units = std::span(selected).subspan(to_size((step * trace.kv_heads + head) * columns),
                                                            to_size(columns));
