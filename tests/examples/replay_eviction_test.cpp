@@ -19,7 +19,8 @@ const std::vector<std::string> forgetful_variants{"h2o",           "mikv",
                                                   "d2o",           "exact_merge",
                                                   "hard_kv_merge", "hard_kv_pairs",
                                                   "trim_kv",       "given_worths",
-                                                  "dapq",          "layer_defensive_kv"};
+                                                  "dapq",          "layer_defensive_kv",
+                                                  "compress_kv"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -58,7 +59,7 @@ struct recorded {
                           {"v", one(v, kv_heads)},
                           {"worths", {"F32", {tokens, kv_heads}, bytes_of(worths, "F32")}},
                           {"q_probe", {"F16", {40, query_heads, head_dim}, bytes_of(probes, "F16")}}},
-                         {{"prompt_len", std::to_string(prompt)}})
+                         {{"prompt_len", std::to_string(prompt)}, {"layer", "3"}})
                     .whole());
   }
 };
@@ -75,9 +76,22 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       INFO(variant << ", prompt " << prompt);
       const scratch_folder folder;
       trace.store_as(folder / "trace", prompt);
-      const auto end =
-          run_program({FREEKV_REPLAY, folder / "trace", "--variant", variant, "--page", "16", "--sink", "16",
-                       "--window", "32", "--k", "4", "--out", folder / "out", "--threads", "2"});
+      std::vector<std::string> command{FREEKV_REPLAY, folder / "trace",
+                                       "--variant",   variant,
+                                       "--page",      "16",
+                                       "--sink",      "16",
+                                       "--window",    "32",
+                                       "--k",         "4",
+                                       "--out",       folder / "out",
+                                       "--threads",   "2"};
+      // A list, or without one every query head votes.
+      const bool lists = variant == "compress_kv" && prompt == 400;
+      if (lists) {
+        std::ofstream(folder / "voters")
+            << "# layer query_head\n3 1\n2 0\n3 " << trace.query_heads - 1 << "\n";
+        command.insert(command.end(), {"--heads", folder / "voters"});
+      }
+      const auto end = run_program(command);
       INFO(end);
       REQUIRE(end.exit_code == 0);
       REQUIRE(end.err.empty());
@@ -90,6 +104,10 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       o.page = 16;
       o.budget = {16, 32, 4};
       o.method = {.plan = "eviction", .eviction = variant};
+      if (lists) {
+        o.voters.assign(to_size(trace.query_heads), 0);
+        o.voters[1] = o.voters.back() = 1;
+      }
       const auto settings = eviction_settings_of(o);
       CHECK(settings.budget == budget);
       oracle::forgetful_decoder expected(settings);
@@ -111,16 +129,16 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       CHECK(std::any_of(coded.begin(), coded.end(), is_coded) == (variant == "mikv"));
       CHECK(written.at("selected").shape == std::vector<std::int64_t>{steps, trace.kv_heads, columns});
       // Slots: what the budget says, and no more.
-      const int slots = variant == "raas"             ? budget + 16
-                        : variant.starts_with("arkv") ? budget
-                        : variant == "mikv"           ? trace.tokens
-                        : variant == "lazy_eviction"  ? std::min(budget + 64, trace.tokens)
-                        : variant.starts_with("hard_kv") || variant == "r_kv"
-                            ? std::min(budget + 128, trace.tokens)
-                        : variant == "snapkv" || variant == "dapq" || variant == "pyramid_kv" ||
-                                variant.ends_with("defensive_kv") || variant == "cake"
-                            ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
-                            : budget + 1;
+      const int slots =
+          variant == "raas"                                     ? budget + 16
+          : variant.starts_with("arkv")                         ? budget
+          : variant == "mikv"                                   ? trace.tokens
+          : variant == "lazy_eviction"                          ? std::min(budget + 64, trace.tokens)
+          : variant.starts_with("hard_kv") || variant == "r_kv" ? std::min(budget + 128, trace.tokens)
+          : variant == "snapkv" || variant == "dapq" || variant == "pyramid_kv" ||
+                  variant.ends_with("defensive_kv") || variant == "cake" || variant == "compress_kv"
+              ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
+              : budget + 1;
       const int most = variant == "raas" ? std::min(slots, (trace.tokens + 15) / 16 * 16) : slots;
       const bool shared = variant == "layer_defensive_kv";  // the budget among the layer's heads
       const bool pooled = variant == "cake" || shared;      // a head may have any part of what all have

@@ -30,6 +30,7 @@ enum class eviction_kind {
   hard_kv,
   defensive_kv,
   layer_defensive_kv,
+  compress_kv,
   cake,
   r_kv,
   arkv_origin,
@@ -73,6 +74,7 @@ struct eviction_settings {
   int prompt_budget = -1;                      // of cake, what the layer has been given; -1: as all
   bool budget_is_doubtful = false;             // to rounding
   std::vector<int> head_budgets{};             // of layer_defensive_kv, by KV head; none: as all
+  std::vector<int> voters{};                   // of compress_kv, query heads; none: all
 };
 
 /// What a unit is worth, as far as float32 can tell: two implementations agree on an order where these are
@@ -487,7 +489,9 @@ class forgetful_decoder {
     return s_.kind == eviction_kind::snapkv || s_.kind == eviction_kind::dapq ||
            s_.kind == eviction_kind::pyramid_kv || judges_rows();
   }
-  bool judges_rows() const { return defends() || s_.kind == eviction_kind::cake; }
+  bool judges_rows() const {
+    return defends() || s_.kind == eviction_kind::cake || s_.kind == eviction_kind::compress_kv;
+  }
   bool defends() const {
     return s_.kind == eviction_kind::defensive_kv || s_.kind == eviction_kind::layer_defensive_kv;
   }
@@ -556,7 +560,16 @@ class forgetful_decoder {
   void judge_rows(head_state& h, int head) const {
     const auto before = static_cast<std::size_t>(std::max(0, prompt_ - s_.window));
     std::vector<double> worths(before);
-    if (s_.kind == eviction_kind::cake) {  // mean + gamma variance, then neighbours and the group
+    if (s_.kind == eviction_kind::compress_kv) {  // the same for all KV heads
+      const int group = s_.query_heads / s_.kv_heads;
+      for (int voter = 0; voter < s_.query_heads; ++voter) {
+        if (!s_.voters.empty() && std::count(s_.voters.begin(), s_.voters.end(), voter) == 0) continue;
+        const auto of_group = window_shares(voter / group);
+        for (const auto& row : of_group[static_cast<std::size_t>(voter % group)])
+          for (std::size_t t = 0; t < before; ++t) worths[t] += row[t];
+      }
+      worths = averaged(worths);
+    } else if (s_.kind == eviction_kind::cake) {  // mean + gamma variance, then neighbours and the group
       for (const auto& rows : window_shares(head))
         for (std::size_t t = 0; t < before; ++t) {
           const auto of = column(rows, t);
@@ -1005,6 +1018,7 @@ class forgetful_decoder {
         case eviction_kind::hard_kv_pairs:
         case eviction_kind::defensive_kv:
         case eviction_kind::layer_defensive_kv:
+        case eviction_kind::compress_kv:
         case eviction_kind::cake:
         case eviction_kind::r_kv:
         case eviction_kind::arkv_origin:
@@ -1038,6 +1052,7 @@ class forgetful_decoder {
       case eviction_kind::pyramid_kv:
       case eviction_kind::defensive_kv:
       case eviction_kind::layer_defensive_kv:
+      case eviction_kind::compress_kv:
       case eviction_kind::cake:
         return unit >= prompt_ - s_.window;
       case eviction_kind::lazy_eviction:

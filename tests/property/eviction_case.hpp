@@ -24,6 +24,7 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"hard_kv", oracle::eviction_kind::hard_kv},
     {"defensive_kv", oracle::eviction_kind::defensive_kv},
     {"layer_defensive_kv", oracle::eviction_kind::layer_defensive_kv},
+    {"compress_kv", oracle::eviction_kind::compress_kv},
     {"cake", oracle::eviction_kind::cake},
     {"r_kv", oracle::eviction_kind::r_kv},
     {"arkv_origin", oracle::eviction_kind::arkv_origin},
@@ -61,6 +62,10 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   s.recent_tokens = o.budget.window;
   if (s.kind == oracle::eviction_kind::given_worths) s.sink = 0, s.recent = 0.25;
   if (s.kind == oracle::eviction_kind::r_kv) s.window = 8;
+  if (s.kind == oracle::eviction_kind::compress_kv) s.window = 8, s.kernel = 5;
+  for (int head = 0; !o.voters.empty() && head < o.query_heads; ++head)
+    if (o.voters.at(static_cast<std::size_t>((o.complete_layers + layer) * o.query_heads + head)) != 0)
+      s.voters.push_back(head);
   if (o.method.eviction.starts_with("arkv"))
     s.kernel = 5, s.gamma = 263.81, s.tau1 = 7.774, s.tau2 = 5.407, s.tau3 = 5.528;
   if (o.method.eviction.starts_with("hard_kv")) s.sink = 1;

@@ -32,7 +32,9 @@ random_case eviction_case(std::uint64_t seed) {
   const std::string& method = o.method.eviction;
   const bool has_window = method == "snapkv" || method == "dapq" || method == "pyramid_kv" ||
                           method.ends_with("defensive_kv") || method == "cake" || method == "r_kv" ||
-                          method.starts_with("arkv") || method.starts_with("hard_kv");
+                          method.starts_with("arkv") || method.starts_with("hard_kv") ||
+                          method == "compress_kv";
+  const bool votes = method == "compress_kv";
   const bool rates_layers = method == "arkv" || method == "arkv_split";
   o.method.keeps_prompt = d.below(2) == 0;
   o.page = has_window ? 8 : d.one_of({8, 16, 24});
@@ -42,9 +44,14 @@ random_case eviction_case(std::uint64_t seed) {
   o.method.interval =
       d.between(1, std::min(40, o.budget.sink + o.budget.window + o.budget.selected_units * o.page - 1));
   const bool allocates = method == "cake" || method == "layer_defensive_kv";
-  if (method == "pyramid_kv" || allocates || rates_layers) {
+  if (method == "pyramid_kv" || allocates || rates_layers || votes) {
     o.layers = d.between(1, 5);
     o.complete_layers = d.below(o.layers + 1) / 2;
+  }
+  for (int layer = 0; votes && seed % 4 != 0 && layer < o.layers; ++layer) {
+    const int first = d.below(o.query_heads), more = d.below(3);
+    for (int head = 0; head < o.query_heads; ++head)
+      o.voters.push_back(head == first || (more > 0 && d.below(4) == 0) ? 1 : 0);
   }
   o.scale = d.one_of({0.0f, method.starts_with("hard_kv") ? 0.3f : 0.05f, 0.3f});
   c.turn = d.one_of({0.05f, 0.3f, 1.0f});
@@ -290,7 +297,7 @@ class run_of_case {
 
 TEST_CASE("random sequences that forget agree with the float64 oracle", "[property][eviction]") {
   const std::uint64_t first = number_from("FREEKV_SEED", 1),
-                      count = number_from("FREEKV_CASES", 15 * std::ssize(oracle_evictions));
+                      count = number_from("FREEKV_CASES", 20 * std::ssize(oracle_evictions));
   std::map<int, freekv::host_backend> backends;
   for (const auto isa : instruction_sets())
     for (const int threads : {1, 3})

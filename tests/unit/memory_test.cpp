@@ -400,7 +400,8 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
       freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::raas, freekv::hard_kv, freekv::cake,
                      freekv::r_kv, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge,
                      freekv::hard_kv_pairs, freekv::razor_attention_compensated, freekv::trim_kv,
-                     freekv::given_worths, freekv::mikv, freekv::arkv_split>>;
+                     freekv::given_worths, freekv::mikv, freekv::arkv_split, freekv::layer_defensive_kv,
+                     freekv::compress_kv>>;
   forgetful::settings s{.model = {.layers = 2, .query_heads = 6, .kv_heads = 2},
                         .budget = 40,
                         .capacity = {.max_prompt = 60, .max_generated = 60}};
@@ -410,7 +411,7 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
   freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
   constexpr std::array kinds{freekv::layer_kind::complete, freekv::layer_kind::window,
                              freekv::layer_kind::window, freekv::layer_kind::complete};
-  for (int method = 0; method < 16; ++method) {
+  for (int method = 0; method < 18; ++method) {
     if (method == 1) s.eviction = freekv::tova{};
     if (method == 2) s.eviction = freekv::snapkv{};
     if (method == 3) s.eviction = freekv::raas{.page = 8, .sink = 8, .window = 8};
@@ -426,6 +427,8 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
     if (method == 13) s.eviction = freekv::given_worths{};
     if (method == 14) s.eviction = freekv::mikv{};
     if (method == 15) s.eviction = freekv::arkv_split{};
+    if (method == 16) s.eviction = freekv::layer_defensive_kv{};
+    if (method == 17) s.eviction = freekv::compress_kv{};
     forgetful pipeline(s, backend);
     const long before = allocations;
     for (int round = 0; round < 2; ++round) {

@@ -29,6 +29,7 @@ struct eviction_limits {
   int layers = 1;
   int head = 0;  ///< KV head of the layer, the one asked for
   int kv_heads = 1;
+  int query_heads = 1;  ///< of the layer
 };
 
 /// Moment at which units leave: after a decode row has attended, or before the first one, when a prompt ends.
@@ -63,7 +64,7 @@ struct observed_units {
   int units = 0;
   const std::int32_t* tokens = nullptr;  ///< (units): numbers in the sequence, ascending
   int rows = 0;              ///< row r is of query head r % heads of the row r / heads, of the last the last
-  int heads = 1;             ///< of the group, that have rows of their own
+  int heads = 1;             ///< of the group, or of the layer where they vote, that have rows of their own
   float* numbers = nullptr;  ///< (rows, stride)
   float* scratch = nullptr;  ///< (rows, stride)
   std::int32_t* counts = nullptr;  ///< (rows, 2)
@@ -184,6 +185,10 @@ inline constexpr bool demotes = hooks_of<E>::has(hook::demote);
 template <class E>
 inline constexpr bool rates = hooks_of<E>::has(hook::rate);
 
+/// True of a policy that lists `hook::votes`.
+template <class E>
+inline constexpr bool votes_for_layer = hooks_of<E>::has(hook::votes);
+
 /// True of a policy that lists `hook::worths`.
 template <class E>
 inline constexpr bool takes_worths = hooks_of<E>::has(hook::worths);
@@ -257,6 +262,14 @@ concept codes_tokens = requires(const P p, const eviction_moment& at, const evic
   requires std::same_as<typename decltype(p.codec())::policy_kind, codec_kind>;
 };
 
+/// Query heads of a layer that vote.
+template <class P>
+int voters_of(const P& policy, const eviction_moment& at, int query_heads) {
+  int voters = 0;
+  for (int head = 0; head < query_heads; ++head) voters += policy.votes(at, head);
+  return voters;
+}
+
 /// A policy with the members of `hook::rate`.
 template <class P>
 concept rates_layers = requires(const P p, const double* votes, const double* sensitivities, float* ratios) {
@@ -292,6 +305,10 @@ concept rates_layers = requires(const P p, const double* votes, const double* se
 ///   however long it is, and before any layer is cut, it sees of each layer that forgets what its tokens have
 ///   of the shares of the prompt's last rows, summed over these and all query heads, and gives each layer the
 ///   ratio of its moments; 1 where there is no prompt;
+/// - `votes(moment, query_head) -> bool`, of a policy that observes each query head of staged prompts alone:
+///   when a prompt ends, what it observes of any KV head of a layer are the rows of the layer's query heads
+///   that vote, each on its own KV head's keys, and not the group's; at least one votes. Of the moment
+///   `layer` and `layers` are there;
 /// - `on_given(unit, worth)`, listed as `hook::worths`, of a policy that counts units: right behind each
 ///   `on_append` it is told what the engine gave for the row and KV head (`kv_rows::worths`), NaN as
 ///   -infinity. Of a prompt's rows each has both calls, in their order, when the prompt ends.
@@ -312,6 +329,9 @@ struct eviction_kind : kind_defaults {
                   "an eviction policy that lists hook::demote lists neither hook::allocate, hook::merge nor "
                   "hook::sees_keys");
     static_assert(!rates<P> || observes<P>, "an eviction policy that lists hook::rate lists hook::observe");
+    static_assert(!votes_for_layer<P> || (observes<P> && !merges<P> && !demotes<P> && !rates<P>),
+                  "an eviction policy that lists hook::votes lists hook::observe and neither hook::merge, "
+                  "hook::demote nor hook::rate");
     static_assert(!takes_worths<P> || !observes<P>,
                   "an eviction policy that lists hook::observe ranks units by what rows attend to and does "
                   "not list hook::worths");
@@ -339,6 +359,10 @@ struct eviction_kind : kind_defaults {
         };
       case hook::validate:
         return requires(const P p) { p.validate(eviction_limits{}); };
+      case hook::votes:
+        return requires(const P p, const eviction_moment& at) {
+          { p.votes(at, 0) } -> std::same_as<bool>;
+        };
       case hook::worths:
         if constexpr (counts_units<P>) return requires(const P p, typename P::unit_state& unit) {
             p.on_given(unit, 0.5f);

@@ -12,6 +12,7 @@
 #include <freekv/policies/detail/neighbours.hpp>
 #include <freekv/policies/eviction.hpp>
 #include <freekv/policies/fp8_token.hpp>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -126,6 +127,98 @@ struct layer_defensive_kv : defensive_kv {
   void validate(const eviction_limits& most) const { defensive_kv::validate(most, name); }
 };
 static_assert(eviction_policy<layer_defensive_kv>);
+
+/// CompressKV (arXiv 2508.02401): semantic retrieval heads, a few query heads of each layer that are found
+/// offline for a model, choose for all KV heads of their layer. Tokens stay by the shares that the chosen
+/// heads' last `window` rows give them, averaged over `kernel` neighbours, and layers keep as much as a list
+/// says, which the paper makes from the error that cutting a layer alone gives its output. The published code
+/// takes the 4 best heads of each layer, those that attend most to a fact's whole span while its answer is
+/// generated. Here every KV head computes the votes anew: with all heads they cost what snapkv's do as many
+/// times as there are KV heads. A prompt that is within its layer's budget stays whole.
+struct compress_kv {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::observe, hook::validate, hook::values, hook::votes>;
+  static constexpr std::string_view name = "compress_kv";
+  /// Query heads of the model, (layers, query_heads): 1 for those that choose, else 0; without any all of a
+  /// layer choose. The caller keeps their memory.
+  std::span<const std::uint8_t> heads{};
+  int query_heads = 1;
+  /// Tokens that each KV head of the model's layers keeps, (layers); without them each has the budget. The
+  /// caller keeps their memory.
+  std::span<const std::int32_t> budgets{};
+  int window = 8;
+  int kernel = 5;
+
+  int unit_tokens() const { return 1; }
+  bool stages_prompt() const { return true; }
+  int observed_rows() const { return window; }
+  int capacity(const eviction_limits& most) const {
+    return budget_of(most.budget, most.layer, most.layers) + most.max_generated;
+  }
+  int kept(const eviction_moment& at) const {
+    return at.prompt_ends ? budget_of(at.budget, at.layer, at.layers) : every_token;
+  }
+  bool protects(int token, const eviction_moment& at) const { return token >= at.prompt - window; }
+
+  group_rule group() const { return group_rule::each; }
+  bool observes_decoding() const { return false; }
+  bool votes(const eviction_moment& at, int query_head) const {
+    if (heads.empty()) return true;
+    return heads[to_size(layer_in(std::ssize(heads) / query_heads, at.layer, at.layers) * query_heads +
+                         query_head)] != 0;
+  }
+  int observe(const observed_units& held, const eviction_moment&, float* worths) const {
+    const int voted = std::max(0, held.units - window);
+    float* const sums = held.scratch_row(0);
+    std::fill_n(worths, held.units, 0.0f);
+    std::fill_n(sums, held.units, 0.0f);
+    for (int r = 0; r < held.rows; ++r)
+      for (int i = 0; i < voted; ++i) sums[i] += held.row(r)[i];
+    detail::average_near(sums, voted, kernel, worths);
+    return held.units;
+  }
+
+  std::string values() const {
+    const auto listed = std::ssize(heads) - std::count(heads.begin(), heads.end(), 0);
+    return std::to_string(window) + ", " + std::to_string(kernel) + ", " +
+           (heads.empty() ? "all" : std::to_string(listed)) + " query heads" +
+           (budgets.empty() ? "" : ", budgets by layer");
+  }
+  void validate(const eviction_limits& most) const {
+    const auto text = [](auto n) { return std::to_string(n); };
+    const auto fail = [](const std::string& what) { throw settings_error(std::string(name) + what); };
+    detail::check_window(name, window, 8, kernel, 5, most);
+    if (!heads.empty() && (query_heads != most.query_heads || std::ssize(heads) % query_heads != 0 ||
+                           std::ssize(heads) / query_heads < most.layers))
+      fail(" lists " + text(heads.size()) + " query heads, " + text(query_heads) +
+           " a layer; needed are those of all layers of the model, of which " + text(most.layers) +
+           " forget, with " + text(most.query_heads) + " query heads each");
+    if (budgets.empty()) return;
+    if (std::ssize(budgets) < most.layers)
+      fail(" has budgets of " + text(budgets.size()) +
+           " layers; needed are those of all layers of the model, of which " + text(most.layers) + " forget");
+    std::int64_t sum = 0;
+    for (int layer = 0; layer < most.layers; ++layer) {
+      const int of = budget_of(most.budget, layer, most.layers);
+      if (of <= window)
+        fail(" gives a layer a budget of " + text(of) + " tokens; give each more than the window of " +
+             text(window));
+      sum += of;
+    }
+    if (sum > std::int64_t{most.layers} * most.budget)
+      fail(" gives layers " + text(sum) + " tokens together, and a budget of " + text(most.budget) + " is " +
+           text(std::int64_t{most.layers} * most.budget) + " for " + text(most.layers) +
+           "; give less, or raise the budget");
+  }
+
+ private:
+  /// A layer that forgets among the model's `all`, of which the last `layers` do.
+  static std::int64_t layer_in(std::int64_t all, int layer, int layers) { return all - layers + layer; }
+  int budget_of(int budget, int layer, int layers) const {
+    return budgets.empty() ? budget : budgets[to_size(layer_in(std::ssize(budgets), layer, layers))];
+  }
+};
+static_assert(eviction_policy<compress_kv>);
 
 /// CAKE (arXiv 2503.12491): layers have budgets by how far their attention is spread over tokens and how much
 /// it shifts from row to row, and tokens stay by the mean and `gamma` times the variance of the shares that

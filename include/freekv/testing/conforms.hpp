@@ -91,6 +91,9 @@ std::vector<std::string> conforms(const eviction_definition& definition, const P
   static_assert(!allocates<Policy>,
                 "conforms takes an eviction whose heads have the same budgets: its sequences have one layer, "
                 "and one that allocates gives budgets over all");
+  static_assert(!votes_for_layer<Policy>,
+                "conforms takes an eviction whose KV heads observe their own group: what others of the layer "
+                "see is not in its definition");
   static_assert(
       !demotes<Policy>,
       "conforms takes an eviction whose tokens stay as they are: what becomes of one that is coded is "
