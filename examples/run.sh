@@ -94,7 +94,8 @@ announce job pictures
 
 commit=$(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)
 heads=()
-[[ $own_model ]] || heads=(--head-list "razor_attention"{,_compensated}"=$root/examples/eval/smollm2-135m-heads.txt")
+[[ $own_model ]] || heads=(--head-list "razor_attention"{,_compensated}"=$root/examples/eval/smollm2-135m-heads.txt"
+                           "compress_kv=$root/examples/eval/smollm2-135m-voters.txt")
 "$programs/freekv-compare" --model "$model" --text "$texts/hacker-folklore.txt" --needle-text "$needle_text" \
   --calibration "$texts/technical.txt" "${heads[@]}" --cache "$root/build/cache" --out "$out" --commit "$commit" \
   "${lengths[@]}" "${given[@]}"

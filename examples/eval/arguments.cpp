@@ -51,7 +51,8 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_option(
       "--head-list", a.head_lists,
       "What each head keeps, for razor_attention, razor_attention_compensated and duo_attention: lines of "
-      "layer, head and kind (retrieval, complete, window); VARIANT=FILE for one of them");
+      "layer, head and kind (retrieval, complete, window); VARIANT=FILE for one of them. compress_kv=FILE: "
+      "which query heads choose for their layer, lines of layer and query head; without it all do");
   app.add_option("--basis-tokens", a.basis_tokens,
                  "Tokens, at most, that the basis and codebooks for the other text are learnt from");
   app.add_option("--needle-tokens", a.needle_tokens,

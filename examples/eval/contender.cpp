@@ -81,6 +81,7 @@ pipeline_options options_of(const contender& c, const common_settings& s, const 
     o.temperatures = {found->second.data(), shape.layers, shape.kv_heads};
   if (shape.rotary) o.rotary = shape.rotary->view();
   o.head_kinds = c.head_kinds;
+  o.voters = c.voters;
   return o;
 }
 

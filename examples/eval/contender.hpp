@@ -23,6 +23,7 @@ struct contender {
   double budget_share = 1;               ///< of the common budget
   bool deep = false;                     ///< shown by --full alone, and not swept
   std::vector<layer_kind> head_kinds{};  ///< of a method that needs_head_list()
+  std::vector<std::uint8_t> voters{};    ///< of a method that takes_voters(); none: all
 
   bool learns() const { return method.needs_basis() || method.needs_codebooks() || method.needs_factors(); }
   bool keeps_everything() const { return method.plan == "complete"; }

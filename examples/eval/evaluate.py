@@ -26,12 +26,13 @@ QUALITY = "quality"
 PAIRED_WITH = "quest"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
            "fasa", "clusterkv", "magicpig", "shadowkv", "h2o", "mikv", "q_hitter", "tova", "snapkv", "dapq",
-           "epi_cache", "raas", "pyramid_kv", "lazy_eviction", "hard_kv", "defensive_kv", "cake", "r_kv",
-           "arkv_origin", "arkv", "arkv_split", "d2o", "exact_merge", "hard_kv_merge", "hard_kv_pairs", "kv_merger",
-           "razor_attention_compensated", "freekv", "freekv_long_inputs",
+           "epi_cache", "raas", "pyramid_kv", "lazy_eviction", "hard_kv", "defensive_kv", "layer_defensive_kv",
+           "compress_kv", "cake", "r_kv", "arkv_origin", "arkv", "arkv_split", "d2o", "exact_merge", "hard_kv_merge",
+           "hard_kv_pairs", "kv_merger", "razor_attention_compensated", "freekv", "freekv_long_inputs",
            "freekv_calibrated_top_p", "freekv_key_subspace", "freekv_key_codes", "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_units",
            "freekv_key_codes_completed", "freekv_key_codes_units_completed"]
 OF_LISTED_HEADS = ["razor_attention", "razor_attention_compensated"]
+VOTERS = {"compress_kv": HERE / "smollm2-135m-voters.txt"}  # query heads, of SmolLM2-135M
 # For the estimate alone, on one core with a model of 135M: tokens a second that llama.cpp prefills, and that a method
 # decodes.
 PREFILLED, DECODED = 130, 130
@@ -89,6 +90,8 @@ def command_of(kind, length, methods, wanted, folder):
     for method in methods:
         if method in OF_LISTED_HEADS:
             command += ["--head-list", f"{method}={wanted.head_list}"]
+        if method in VOTERS:
+            command += ["--head-list", f"{method}={VOTERS[method]}"]
     if kind == QUALITY:
         command += ["--section", "quality", "--prompt", length, "--steps", wanted.steps]
         command += ["--more-texts", *more_texts] if more_texts else []
@@ -264,7 +267,7 @@ def main(arguments):
     parser.add_argument("--tasks", nargs="+", choices=[QUALITY, *tasks.KINDS], default=[QUALITY, *tasks.KINDS],
                         metavar="TASK", help="quality, and those of tasks.py: " + ", ".join(tasks.KINDS))
     parser.add_argument("--methods", nargs="+", default=METHODS,
-                        help="besides full (default: " + ", ".join(METHODS) + ")")
+                        help="besides full (default: " + ", ".join(METHODS) + "); of SmolLM2-135M alone: " + ", ".join(VOTERS))
     parser.add_argument("--head-list", type=Path,
                         help="of " + " and ".join(OF_LISTED_HEADS) + ", which are left out of a model that has none "
                         "(default: SmolLM2-135M's for it)")
@@ -281,7 +284,9 @@ def main(arguments):
     parser.add_argument("--commit", default="unknown", help="noted in the results and the table")
     parser.add_argument("more", nargs="*", help="behind --: more for the program")
     wanted = parser.parse_args(arguments)
-    if wanted.head_list is None and "smollm2-135m" in Path(wanted.model).name.lower():
+    if "smollm2-135m" not in Path(wanted.model).name.lower():
+        wanted.methods = [method for method in wanted.methods if method not in VOTERS]
+    elif wanted.head_list is None:
         wanted.head_list = HERE / "smollm2-135m-heads.txt"
     if wanted.head_list is None:
         wanted.methods = [method for method in wanted.methods if method not in OF_LISTED_HEADS]

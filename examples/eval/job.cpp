@@ -20,17 +20,17 @@ namespace freekv::examples {
 
 namespace {
 
-/// The list of heads of a variant; empty if none is given for it.
-std::vector<layer_kind> head_kinds_of(std::string_view variant, const arguments& a,
-                                      const model_shape& shape) {
+/// The file of a variant's list of heads; empty if none is given for it. One that is given for no variant by
+/// name is all variants', where `by_any_name`.
+std::string head_list_of(std::string_view variant, const arguments& a, bool by_any_name) {
   for (const std::string& given : a.head_lists) {
     const std::size_t equals = given.find('=');
     const bool is_named =
         equals != std::string::npos && std::any_of(variants().begin(), variants().end(), [&](const auto& v) {
           return v.name == std::string_view(given).substr(0, equals);
         });
-    if (!is_named || given.substr(0, equals) == variant)
-      return read_head_list(is_named ? given.substr(equals + 1) : given, shape.layers, shape.kv_heads);
+    if (is_named && given.substr(0, equals) == variant) return given.substr(equals + 1);
+    if (!is_named && by_any_name) return given;
   }
   return {};
 }
@@ -48,7 +48,11 @@ std::vector<contender> all_contenders(const arguments& a, const model_shape& sha
     c.page = variant.page;
     c.budget_share = variant.budget_share;
     c.deep = variant.deep;
-    if (c.method.needs_head_list()) c.head_kinds = head_kinds_of(variant.name, a, shape);
+    const std::string heads = head_list_of(variant.name, a, c.method.needs_head_list());
+    if (c.method.needs_head_list() && !heads.empty())
+      c.head_kinds = read_head_list(heads, shape.layers, shape.kv_heads);
+    if (c.method.takes_voters() && !heads.empty())
+      c.voters = read_voters(heads, shape.layers, shape.query_heads);
     if (c.learns()) c.basis = basis_source::prompt;
     all.push_back(c);
     if (c.deep) continue;
@@ -100,7 +104,7 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
     if (only.empty() ? c.deep && !a.full : !is_named) return true;
     if (is_named) c.deep = false;
     std::string lacks;
-    if (shape.sliding_window > 0 && c.method.needs_head_list())
+    if (shape.sliding_window > 0 && (c.method.needs_head_list() || !c.voters.empty()))
       lacks =
           "is for models whose layers all attend to the whole sequence, and this one's slide; leave it out";
     else if (c.method.needs_head_list() && c.head_kinds.empty())

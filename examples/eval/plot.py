@@ -17,7 +17,7 @@ COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "f
            "duo_attention": "#9f6f8f", "freekv": "#d97706", "freekv_chunk_means": "#5b8db8", "freekv_key_subspace": "#0f766e",
            "freekv_key_subspace_deficit": "#65a30d", "freekv_key_codes": "#be185d", "freekv_key_codes_deficit": "#7c3aed", "freekv_key_codes_sticky": "#db2777", "freekv_key_codes_units": "#e11d48", "freekv_key_codes_completed": "#a21caf", "freekv_key_codes_units_completed": "#6d28d9",
            "h2o": "#b45309", "tova": "#4d7c0f", "snapkv": "#0369a1", "dapq": "#0284c7", "epi_cache": "#0e7490", "raas": "#86198f",
-           "pyramid_kv": "#9a3412", "lazy_eviction": "#3f6212", "hard_kv": "#1e3a8a", "defensive_kv": "#831843",
+           "pyramid_kv": "#9a3412", "lazy_eviction": "#3f6212", "hard_kv": "#1e3a8a", "defensive_kv": "#831843", "layer_defensive_kv": "#9f1239", "compress_kv": "#166534",
            "cake": "#713f12", "r_kv": "#134e4a", "arkv_origin": "#4c1d95", "arkv": "#5b21b6", "arkv_split": "#1d4ed8", "mikv": "#a3431f", "q_hitter": "#854d0e",
            "d2o": "#065f46", "exact_merge": "#9d174d", "hard_kv_merge": "#1e40af", "hard_kv_pairs": "#0e7490", "kv_merger": "#7e22ce", "razor_attention_compensated": "#6b21a8",
            "trim_kv": "#155e75", "given_worths": "#7f1d1d"}
@@ -36,7 +36,7 @@ LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLL
           "freekv_key_codes_completed": "FreeKV\nkey codes, sticky,\ncompleted",
           "freekv_key_codes_units_completed": "FreeKV\nkey codes,\nunits of 4, completed", "h2o": "H2O\nevicts", "tova": "TOVA\nevicts",
           "snapkv": "SnapKV\nevicts", "dapq": "DapQ\nevicts", "epi_cache": "EpiCache\nevicts", "raas": "RaaS\nevicts", "pyramid_kv": "PyramidKV\nevicts", "lazy_eviction": "LazyEviction\nevicts",
-          "hard_kv": "HARD-KV\nevicts", "defensive_kv": "DefensiveKV\nevicts", "cake": "CAKE\nevicts",
+          "hard_kv": "HARD-KV\nevicts", "defensive_kv": "DefensiveKV\nevicts", "layer_defensive_kv": "Layer-DefensiveKV\nevicts", "compress_kv": "CompressKV\nevicts", "cake": "CAKE\nevicts",
           "r_kv": "R-KV\nevicts", "arkv_origin": "ARKV's baseline\nevicts", "arkv": "ARKV\nevicts, fp8",
           "arkv_split": "ARKV, split\nevicts, fp8", "mikv": "MiKV\n4 bits", "q_hitter": "Q-Hitter\nevicts, 4 bits",
           "d2o": "D2O\nmerges", "exact_merge": "exact merging\nmerges", "hard_kv_merge": "HARD-KV\nmerges", "hard_kv_pairs": "HARD-KV\nmerges pairs",

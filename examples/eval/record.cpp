@@ -64,11 +64,13 @@ arguments parse(int argc, char** argv) {
                "freekv-record");
   app.option_defaults()->always_capture_default();
   app.add_option("--model", a.model, "GGUF file")->required();
-  app.add_option("--text", a.text, "Text; none with --repeated");
+  app.add_option("--text", a.text, "Text");
   app.add_option(
       "--repeated", a.repeated,
-      "Random tokens, four times in a row, instead of a text: the last time is the steps, what is before it "
-      "the prompt; from such traces freekv-heads --by echo finds heads; 0: none");
+      "So many tokens four times in a row, random ones without --text: the last time is the steps, what is "
+      "before it the prompt; from such traces freekv-heads --by echo finds heads, and with --text --by span; "
+      "0: "
+      "none");
   app.add_option("--seed", a.seed, "Of the random tokens");
   app.add_option("--layers", a.layers, "Layers, by number; several allowed")->required()->delimiter(',');
   app.add_option("--prompt", a.prompt, "Tokens of the prompt");
@@ -79,15 +81,15 @@ arguments parse(int argc, char** argv) {
   if (!parsed(app, argc, argv)) std::exit(0);
   if (a.repeated < 0 || a.repeated == 1)
     throw choice_error("--repeated " + std::to_string(a.repeated) + " is not 0, or at least 2 tokens");
-  if (a.text.empty() != (a.repeated > 0)) throw choice_error("give either --text FILE or --repeated TOKENS");
+  if (a.text.empty() && a.repeated == 0) throw choice_error("give --text FILE, --repeated TOKENS, or both");
   if (a.repeated > 0) a.prompt = 3 * a.repeated, a.steps = a.repeated;
   if (a.prompt < 0 || a.steps < 0 || a.prompt + a.steps < 1)
     throw choice_error("--prompt and --steps must be 0 or more, and not both 0");
   return a;
 }
 
-/// `count` different tokens that end no text and are text of their own, four times in a row.
-std::vector<llama_token> repeated_tokens(const model& m, int count, std::uint64_t seed) {
+/// `count` different tokens that end no text and are text of their own.
+std::vector<llama_token> random_tokens(const model& m, int count, std::uint64_t seed) {
   std::vector<llama_token> tokens(to_size(m.shape().vocabulary));
   std::iota(tokens.begin(), tokens.end(), 0);
   std::erase_if(tokens, [&](llama_token token) { return m.ends(token) || m.to_text(token).empty(); });
@@ -98,9 +100,16 @@ std::vector<llama_token> repeated_tokens(const model& m, int count, std::uint64_
   for (std::size_t i = 0; i < to_size(count); ++i)
     std::swap(tokens[i], tokens[i + random() % (tokens.size() - i)]);
   tokens.resize(to_size(count));
-  std::vector<llama_token> text;
-  for (int time = 0; time < 4; ++time) text.insert(text.end(), tokens.begin(), tokens.end());
-  return text;
+  return tokens;
+}
+/// The tokens to record.
+std::vector<llama_token> tokens_of(const arguments& a, const model& m) {
+  if (a.repeated == 0) return first_tokens(m, a.text, a.prompt + a.steps);
+  const auto once =
+      a.text.empty() ? random_tokens(m, a.repeated, a.seed) : first_tokens(m, a.text, a.repeated);
+  std::vector<llama_token> all;
+  for (int time = 0; time < 4; ++time) all.insert(all.end(), once.begin(), once.end());
+  return all;
 }
 
 void run(int argc, char** argv) {
@@ -112,8 +121,7 @@ void run(int argc, char** argv) {
     if (layer < 0 || layer >= m.shape().layers)
       throw choice_error("--layers: the model has layers 0 to " + std::to_string(m.shape().layers - 1) +
                          ", so none numbered " + std::to_string(layer));
-  const auto tokens =
-      a.repeated > 0 ? repeated_tokens(m, a.repeated, a.seed) : first_tokens(m, a.text, a.prompt + a.steps);
+  const auto tokens = tokens_of(a, m);
   recorder recording(a.layers);
   recording.shape = m.shape();
   progress_line progress;
@@ -133,8 +141,8 @@ void run(int argc, char** argv) {
         {"prompt_len", std::to_string(a.prompt)},
         {"layer", std::to_string(layer)},
         {"model", m.shape().name},
-        {"text",
-         a.repeated > 0 ? "random tokens, four times" : std::filesystem::path(a.text).filename().string()}};
+        {"text", (a.text.empty() ? "random tokens" : std::filesystem::path(a.text).filename().string()) +
+                     (a.repeated > 0 ? ", four times" : "")}};
     std::ostringstream scale;
     scale << std::setprecision(9) << m.shape().scale;
     metadata["scale"] = scale.str();

@@ -76,6 +76,8 @@ struct method_spec {
   bool needs_head_list() const {
     return plan == "by_head" || (evicts() && eviction == razor_attention_compensated::name);
   }
+  /// Whether a list may say which query heads choose for their layer; all do without one.
+  bool takes_voters() const { return evicts() && eviction == compress_kv::name; }
   bool needs_basis() const {
     return retrieves() &&
            (summary == "key_subspace" || summary == "key_clusters" || summary == "key_signatures");
@@ -114,6 +116,9 @@ struct method_data {
   /// Of a method that needs_head_list(): (layers, kv_heads); the caller keeps their memory.
   std::span<const layer_kind> head_kinds{};
   int kv_heads = 1;
+  /// Of a method that takes_voters(): (layers, query_heads), or none; the caller keeps their memory.
+  std::span<const std::uint8_t> voters{};
+  int query_heads = 1;
   int page = 32, sink = 64, window = 128;  ///< tokens; of raas, and the sink of razor_attention_compensated
   int budget = 512;                        ///< tokens; of epi_cache, whose blocks are as large
   std::vector<bool> sliding_layers{};      ///< (layers), or none
@@ -185,6 +190,12 @@ template <>
 struct policy_maker<razor_attention_compensated> {
   static razor_attention_compensated from(const method_spec&, const method_data& data) {
     return {data.head_kinds, data.kv_heads, data.sink};
+  }
+};
+template <>
+struct policy_maker<compress_kv> {
+  static compress_kv from(const method_spec&, const method_data& data) {
+    return {data.voters, data.query_heads};
   }
 };
 template <>
@@ -284,8 +295,9 @@ using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4
                                int8_channel, int4_channel, low_rank_keys<dynamic>>;
 using eviction_list =
     policy_list<h2o, mikv, q_hitter, tova, snapkv, dapq, epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv,
-                defensive_kv, cake, r_kv, arkv_origin, arkv, arkv_split, d2o, exact_merge, hard_kv_merge,
-                hard_kv_pairs, kv_merger, razor_attention_compensated, trim_kv, given_worths>;
+                defensive_kv, layer_defensive_kv, compress_kv, cake, r_kv, arkv_origin, arkv, arkv_split, d2o,
+                exact_merge, hard_kv_merge, hard_kv_pairs, kv_merger, razor_attention_compensated, trim_kv,
+                given_worths>;
 
 inline constexpr auto& summaries = summary_list::choices;
 inline constexpr auto& device_summaries = device_summary_list::choices;

@@ -22,7 +22,8 @@ class evicting_pipeline_of_shape final : public pipeline {
   evicting_pipeline_of_shape(const pipeline_options& options, host_backend& backend)
       : takes_probes_(options.method.takes_probes()),
         head_kinds_(options.head_kinds),
-        pipeline_(settings(options, head_kinds_), backend),
+        voters_(options.voters),
+        pipeline_(settings(options, head_kinds_, voters_), backend),
         full_(make_pipeline_of<Shape>(everything(options), backend)) {}
 
   sequence_id open() override {
@@ -95,7 +96,8 @@ class evicting_pipeline_of_shape final : public pipeline {
 
  private:
   static typename implementation::settings settings(const pipeline_options& o,
-                                                    std::span<const layer_kind> head_kinds) {
+                                                    std::span<const layer_kind> head_kinds,
+                                                    std::span<const std::uint8_t> voters) {
     const int longest = std::max(1, o.max_tokens);
     const std::int64_t budget =
         std::int64_t{o.budget.sink} + o.budget.window + std::int64_t{o.budget.selected_units} * o.page;
@@ -112,6 +114,8 @@ class evicting_pipeline_of_shape final : public pipeline {
     data.sink = std::min(o.budget.sink, longest + o.page);
     data.window = std::min(o.budget.window, longest + o.page);
     data.head_kinds = head_kinds;
+    data.voters = voters;
+    data.query_heads = o.query_heads;
     data.kv_heads = o.kv_heads;
     data.budget = s.budget;
     s.eviction = find_by_name("eviction", evictions, o.method.eviction).make(o.method, data);
@@ -132,6 +136,7 @@ class evicting_pipeline_of_shape final : public pipeline {
 
   bool takes_probes_;
   std::vector<layer_kind> head_kinds_;
+  std::vector<std::uint8_t> voters_;
   implementation pipeline_;
   typename implementation::step step_;
   std::unique_ptr<pipeline> full_;

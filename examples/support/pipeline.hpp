@@ -50,6 +50,7 @@ struct pipeline_options {
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
   head_temperatures temperatures{};      ///< of top_p; the caller keeps their memory
   std::vector<layer_kind> head_kinds{};  ///< of a method that needs_head_list(): (layers, kv_heads)
+  std::vector<std::uint8_t> voters{};    ///< of a method that takes_voters(): (layers, query_heads), or none
 };
 
 /// A pipeline of any shape, with its step. The calls are retrieval_pipeline's, and those of its step.

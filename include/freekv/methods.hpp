@@ -382,6 +382,20 @@ struct defensive_kv : named_eviction<freekv::defensive_kv> {
       "snapkv by the most that any row gives a token, and at least the mean";
   static constexpr std::string_view published = "arXiv 2510.13334";
 };
+/// Layer-DefensiveKV: `freekv::layer_defensive_kv`.
+struct layer_defensive_kv : named_eviction<freekv::layer_defensive_kv> {
+  static constexpr std::string_view name = "layer_defensive_kv";
+  static constexpr std::string_view about =
+      "defensive_kv whose heads' budgets are by the best tokens of all heads of all layers";
+  static constexpr std::string_view published = "arXiv 2510.13334";
+};
+/// CompressKV: `freekv::compress_kv`, with a list of a model's query heads, or all of them.
+struct compress_kv : named_eviction<freekv::compress_kv> {
+  static constexpr std::string_view name = "compress_kv";
+  static constexpr std::string_view about =
+      "a few query heads of a layer, listed for a model, choose for all its KV heads";
+  static constexpr std::string_view published = "arXiv 2508.02401";
+};
 /// CAKE: `freekv::cake`.
 struct cake : named_eviction<freekv::cake> {
   static constexpr std::string_view name = "cake";
@@ -495,9 +509,9 @@ using all =
                 freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
                 freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
                 freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, mikv, q_hitter, tova,
-                snapkv, dapq, epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv,
-                arkv_origin, arkv, arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs, kv_merger,
-                razor_attention_compensated, trim_kv, given_worths>;
+                snapkv, dapq, epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv,
+                layer_defensive_kv, compress_kv, cake, r_kv, arkv_origin, arkv, arkv_split, d2o, exact_merge,
+                hard_kv_merge, hard_kv_pairs, kv_merger, razor_attention_compensated, trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -123,6 +123,48 @@ TEST_CASE("echo and induction heads are found on a text that repeats itself", "[
         std::string::npos);
 }
 
+TEST_CASE("query heads that look for their whole passage are found", "[heads]") {
+  // Two KV heads of two query heads each on 4 times 40 tokens in passages of 8. In layer 3 query head 1 looks
+  // for its passage, head 3 for what followed its token, head 0 for token 0 and head 2 for what is half a
+  // text away.
+  const scratch_folder folder;
+  constexpr int period = 40, tokens = 4 * period, d = 64;
+  std::vector<float> q(tokens * 4 * d), k(tokens * 2 * d), v(k);
+  for (int t = 0; t < tokens; ++t) {
+    const int at = t % period;
+    for (int head = 0; head < 2; ++head) {
+      const auto row = static_cast<std::size_t>((t * 2 + head) * d);
+      k[row + static_cast<std::size_t>(at)] = k[row + static_cast<std::size_t>(period + at / 8)] = 1;
+    }
+    const int wanted[] = {0, period + at / 8, (at + period / 2) % period, (at + 1) % period};
+    for (int head = 0; head < 4; ++head) q[static_cast<std::size_t>((t * 4 + head) * d + wanted[head])] = 80;
+  }
+  const auto one = [&](const std::vector<float>& of, int heads) {
+    return tensor_text{"F32", {tokens, heads, d}, bytes_of(of, "F32")};
+  };
+  store(folder / "layer-3.safetensors",
+        parts_of(
+            {{"q", one(q, 4)}, {"k", one(k, 2)}, {"v", one(v, 2)}},
+            {{"prompt_len", std::to_string(3 * period)}, {"layer", "3"}, {"period", std::to_string(period)}})
+            .whole());
+  const auto found = [&](int span, int voters) {
+    const auto end = run_program({FREEKV_HEADS, folder.path(), "--out", folder / "list", "--by", "span",
+                                  "--span", std::to_string(span), "--voters", std::to_string(voters)});
+    INFO(end);
+    REQUIRE(end.exit_code == 0);
+    return lines_of(folder / "list");
+  };
+  // Head 3 has 7/8, as what follows a passage's last token is in the next; of head 1 the last repetition has
+  // a part, so that it has 24/(24 + j) at the j-th token.
+  const auto all = found(8, 4);
+  REQUIRE(all.size() == 4);
+  CHECK((all[0] == "3 3" && all[1] == "3 1"));
+  CHECK(found(8, 1) == std::vector<std::string>{"3 3"});
+  // Of passages of two tokens head 3 finds half, of single ones none.
+  CHECK(found(2, 1) == std::vector<std::string>{"3 3"});
+  CHECK(found(1, 1) == std::vector<std::string>{"3 1"});
+}
+
 TEST_CASE("freekv-heads says what it cannot do", "[heads]") {
   const scratch_folder folder;
   for (const auto& [traces, share] : {std::pair<std::string, std::string>{folder / "none", "0.5"},

@@ -10,12 +10,12 @@ using namespace tests;
 namespace {
 
 const std::vector<std::string> forgetful_variants{
-    "q_hitter",      "h2o",           "mikv",       "tova",         "snapkv",      "pyramid_kv",
-    "raas",          "lazy_eviction", "hard_kv",    "defensive_kv", "cake",        "r_kv",
-    "arkv_origin",   "arkv",          "arkv_split", "d2o",          "exact_merge", "hard_kv_merge",
-    "hard_kv_pairs", "kv_merger",     "trim_kv",    "given_worths", "dapq"};
-, "dapq", "epi_cache"
-};
+    "q_hitter",   "h2o",          "mikv",          "tova",          "snapkv",
+    "pyramid_kv", "raas",         "lazy_eviction", "hard_kv",       "defensive_kv",
+    "cake",       "r_kv",         "arkv_origin",   "arkv",          "arkv_split",
+    "d2o",        "exact_merge",  "hard_kv_merge", "hard_kv_pairs", "kv_merger",
+    "trim_kv",    "given_worths", "dapq",          "epi_cache",     "layer_defensive_kv",
+    "compress_kv"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -54,7 +54,7 @@ struct recorded {
                           {"v", one(v, kv_heads)},
                           {"worths", {"F32", {tokens, kv_heads}, bytes_of(worths, "F32")}},
                           {"q_probe", {"F16", {40, query_heads, head_dim}, bytes_of(probes, "F16")}}},
-                         {{"prompt_len", std::to_string(prompt)}})
+                         {{"prompt_len", std::to_string(prompt)}, {"layer", "3"}})
                     .whole());
   }
 };
@@ -71,9 +71,22 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       INFO(variant << ", prompt " << prompt);
       const scratch_folder folder;
       trace.store_as(folder / "trace", prompt);
-      const auto end =
-          run_program({FREEKV_REPLAY, folder / "trace", "--variant", variant, "--page", "16", "--sink", "16",
-                       "--window", "32", "--k", "4", "--out", folder / "out", "--threads", "2"});
+      std::vector<std::string> command{FREEKV_REPLAY, folder / "trace",
+                                       "--variant",   variant,
+                                       "--page",      "16",
+                                       "--sink",      "16",
+                                       "--window",    "32",
+                                       "--k",         "4",
+                                       "--out",       folder / "out",
+                                       "--threads",   "2"};
+      // A list, or without one every query head votes.
+      const bool lists = variant == "compress_kv" && prompt == 400;
+      if (lists) {
+        std::ofstream(folder / "voters")
+            << "# layer query_head\n3 1\n2 0\n3 " << trace.query_heads - 1 << "\n";
+        command.insert(command.end(), {"--heads", folder / "voters"});
+      }
+      const auto end = run_program(command);
       INFO(end);
       REQUIRE(end.exit_code == 0);
       REQUIRE(end.err.empty());
@@ -86,6 +99,10 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       o.page = 16;
       o.budget = {16, 32, 4};
       o.method = {.plan = "eviction", .eviction = variant};
+      if (lists) {
+        o.voters.assign(to_size(trace.query_heads), 0);
+        o.voters[1] = o.voters.back() = 1;
+      }
       const auto settings = eviction_settings_of(o);
       CHECK(settings.budget == budget);
       oracle::forgetful_decoder expected(settings);
@@ -120,12 +137,13 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
           : variant.starts_with("hard_kv") || variant == "r_kv" ? std::min(budget + 128, trace.tokens)
           : variant == "epi_cache"
               ? std::min(budget + std::max(budget, prompt == 0 ? trace.tokens : steps), trace.tokens)
-          : variant == "snapkv" || variant == "dapq" || variant == "pyramid_kv" ||
-                  variant == "defensive_kv" || variant == "cake" || variant == "kv_merger"
+          : variant == "snapkv" || variant == "dapq" || variant == "pyramid_kv" || variant == "kv_merger" ||
+                  variant.ends_with("defensive_kv") || variant == "cake" || variant == "compress_kv"
               ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
               : budget + 1;
       const int most = variant == "raas" ? std::min(slots, (trace.tokens + 15) / 16 * 16) : slots;
-      const bool pooled = variant == "cake";  // a head may have any part of what all have
+      const bool shared = variant == "layer_defensive_kv";  // the budget among the layer's heads
+      const bool pooled = variant == "cake" || shared;      // a head may have any part of what all have
       const int pool = prompt == 0 ? budget + trace.tokens : slots;  // where a prompt could have come too
       if (prompt > 0) CHECK(columns == (variant == "raas" ? most / 16 : pooled ? trace.tokens : most));
 
@@ -146,6 +164,16 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
           const auto q = trace.rows(trace.q, token, 1), k = trace.rows(trace.k, token, 1),
                      v = trace.rows(trace.v, token, 1);
           const auto where = sentence("step ", step);
+          if (shared && step == 0 && prompt > budget) {
+            std::vector<std::vector<double>> worths;
+            std::vector<int> kept;
+            for (int head = 0; head < trace.kv_heads; ++head) {
+              worths.push_back(expected.defended_worths(head));
+              const auto units = std::span(selected).subspan(to_size(head * columns), to_size(columns));
+              kept.push_back(static_cast<int>(std::find(units.begin(), units.end(), -1) - units.begin()) - 1);
+            }
+            take_head_budgets(expected, settings, worths, kept);
+          }
           for (int head = 0; head < trace.kv_heads; ++head) {
             const auto units = std::span(selected).subspan(to_size((step * trace.kv_heads + head) * columns),
                                                            to_size(columns));

@@ -18,9 +18,10 @@ sed 's/^{/{"stop": "\\n", /' "$texts/tasks.jsonl" >"$folder/stops.jsonl"
   --section tasks --tasks "$folder/stops.jsonl" --variant streaming_llm --budget 256 --chat --samples 3 --temperature 0.8 \
   --top-p 0.9 --commit smoke
 for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
+for layer in $(seq 1 29); do echo "$layer 4"; done >"$folder/voters.txt"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/full" \
   --full --section quality --section budgets --section taus --section poolings --section queries --section lengths --section stages --variant freekv --variant fasa --variant dapq --variant epi_cache --variant razor_attention \
-  --variant razor_attention_compensated --head-list "$folder/heads.txt" --prompt 500 --steps 4 --deep-steps 4 --budget 256 --budgets 256 320 --taus 0.5 1 \
+  --variant razor_attention_compensated --variant compress_kv --head-list "$folder/heads.txt" "compress_kv=$folder/voters.txt" --prompt 500 --steps 4 --deep-steps 4 --budget 256 --budgets 256 320 --taus 0.5 1 \
   --lengths 400 500 --rounds 1 --timed-steps 2 --commit smoke
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/together" \
   --section batch --section draft --batch 3 --draft 4 --variant freekv --variant freekv_key_codes_deficit --prompt 500 \
@@ -184,7 +185,7 @@ def of(bench, metric, case, key):
     return {l[key]: l["value"] for l in full if (l["bench"], l["metric"], l["case"]) == (bench, metric, case)}
 
 
-assert {l["case"] for l in full if l["bench"] == "quality"} == {"full", "freekv", "fasa", "dapq", "epi_cache", "razor_attention", "razor_attention_compensated"}
+assert {l["case"] for l in full if l["bench"] == "quality"} == {"full", "freekv", "fasa", "dapq", "epi_cache", "razor_attention", "razor_attention_compensated", "compress_kv"}
 heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention")]
 assert len(heads) == 29 and all(abs(head[0] - 1) < 1e-5 > head[2] - 1 for head in heads)  # head 0 keeps everything
 heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention_compensated")]

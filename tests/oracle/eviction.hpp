@@ -32,6 +32,8 @@ enum class eviction_kind {
   lazy_eviction,
   hard_kv,
   defensive_kv,
+  layer_defensive_kv,
+  compress_kv,
   cake,
   r_kv,
   arkv_origin,
@@ -75,6 +77,8 @@ struct eviction_settings {
   element_kind element = element_kind::f32;    // of keys and values that are merged, or decoded
   int prompt_budget = -1;                      // of cake, what the layer has been given; -1: as all
   bool budget_is_doubtful = false;             // to rounding
+  std::vector<int> head_budgets{};             // of layer_defensive_kv, by KV head; none: as all
+  std::vector<int> voters{};                   // of compress_kv, query heads; none: all
 };
 
 /// What a unit is worth, as far as float32 can tell: two implementations agree on an order where these are
@@ -147,6 +151,14 @@ class forgetful_decoder {
       }
     return std::pow(entropy, 1 / s_.tau1) * std::pow(variance, 1 / s_.tau2);
   }
+  /// Layer-DefensiveKV: worths of a KV head's tokens before the window.
+  std::vector<double> defended_worths(int head) const {
+    std::vector<double> worths = worst_case(head);
+    double mean = 0;
+    for (const double of : worths) mean += of / static_cast<double>(worths.size());
+    for (double& of : worths) of = std::max(of, mean);
+    return worths;
+  }
   /// ARKV, equations 3 to 6: how much a layer's attention to what is before the window asks for, by which it
   /// gets its ratio.
   double sensitivity() const {
@@ -174,9 +186,10 @@ class forgetful_decoder {
     s_.ratio = given.ratio;
     s_.ratio_is_doubtful = given.ratio_is_doubtful;
   }
-  /// The layer's budget, before its prompt is cut.
+  /// The layer's budget or its heads', before its prompt is cut.
   void take_budget(const eviction_settings& given) {
     s_.prompt_budget = given.prompt_budget;
+    s_.head_budgets = given.head_budgets;
     s_.budget_is_doubtful = given.budget_is_doubtful;
   }
 
@@ -504,11 +517,15 @@ class forgetful_decoder {
            s_.kind == eviction_kind::pyramid_kv || judges_rows();
   }
   bool judges_rows() const {
-    return s_.kind == eviction_kind::defensive_kv || s_.kind == eviction_kind::cake;
+    return defends() || s_.kind == eviction_kind::cake || s_.kind == eviction_kind::compress_kv;
+  }
+  bool defends() const {
+    return s_.kind == eviction_kind::defensive_kv || s_.kind == eviction_kind::layer_defensive_kv;
   }
   /// What PyramidKV gives this layer: the budgets beside the window fall evenly from layer to layer, and
   /// their mean is that of SnapKV; the last has a `beta`th of it, or the first all of the prompt.
-  int prompt_budget() const {
+  int prompt_budget(int head) const {
+    if (!s_.head_budgets.empty()) return s_.head_budgets[static_cast<std::size_t>(head)];
     if (s_.prompt_budget >= 0) return s_.prompt_budget;
     if (s_.kind != eviction_kind::pyramid_kv || s_.layers < 2 || prompt_ <= s_.budget) return s_.budget;
     const int mean = s_.budget - s_.window, last = mean / s_.beta;
@@ -554,12 +571,33 @@ class forgetful_decoder {
     for (const auto& row : rows) of.push_back(row[token]);
     return of;
   }
+  /// The largest share that a row of the window gives each token before it, with neighbours.
+  std::vector<double> worst_case(int head) const {
+    std::vector<double> worths(static_cast<std::size_t>(std::max(0, prompt_ - s_.window)));
+    for (const auto& rows : window_shares(head))
+      for (const auto& row : rows) {
+        const auto near = averaged(row);
+        double sum = 0, near_sum = 0;
+        for (std::size_t t = 0; t < worths.size(); ++t) sum += row[t], near_sum += near[t];
+        for (std::size_t t = 0; t < worths.size(); ++t)
+          worths[t] = std::max(worths[t], near_sum > 0 ? near[t] * sum / near_sum : 0);
+      }
+    return worths;
+  }
   void judge_rows(head_state& h, int head) const {
-    const auto shares = window_shares(head);
     const auto before = static_cast<std::size_t>(std::max(0, prompt_ - s_.window));
     std::vector<double> worths(before);
-    if (s_.kind == eviction_kind::cake) {  // mean + gamma variance, then neighbours and the group
-      for (const auto& rows : shares)
+    if (s_.kind == eviction_kind::compress_kv) {  // the same for all KV heads
+      const int group = s_.query_heads / s_.kv_heads;
+      for (int voter = 0; voter < s_.query_heads; ++voter) {
+        if (!s_.voters.empty() && std::count(s_.voters.begin(), s_.voters.end(), voter) == 0) continue;
+        const auto of_group = window_shares(voter / group);
+        for (const auto& row : of_group[static_cast<std::size_t>(voter % group)])
+          for (std::size_t t = 0; t < before; ++t) worths[t] += row[t];
+      }
+      worths = averaged(worths);
+    } else if (s_.kind == eviction_kind::cake) {  // mean + gamma variance, then neighbours and the group
+      for (const auto& rows : window_shares(head))
         for (std::size_t t = 0; t < before; ++t) {
           const auto of = column(rows, t);
           double mean = 0;
@@ -568,20 +606,13 @@ class forgetful_decoder {
         }
       worths = averaged(worths);
     } else {  // the worst case, and the prior
-      for (const auto& rows : shares)
-        for (const auto& row : rows) {
-          const auto near = averaged(row);
-          double sum = 0, near_sum = 0;
-          for (std::size_t t = 0; t < before; ++t) sum += row[t], near_sum += near[t];
-          for (std::size_t t = 0; t < before; ++t)
-            worths[t] = std::max(worths[t], near_sum > 0 ? near[t] * sum / near_sum : 0);
-        }
+      worths = worst_case(head);
     }
     double mean = 0;
     for (const double of : worths) mean += of / static_cast<double>(before);
     for (std::size_t t = 0; t < before; ++t) {
       h.worths[t] = about(worths[t]);
-      if (s_.kind != eviction_kind::defensive_kv || h.worths[t].low > about(mean).high) continue;
+      if (!defends() || h.worths[t].low > about(mean).high) continue;
       const bool below = h.worths[t].high < about(mean).low;
       h.worths[t] = {about(mean).low, std::max(about(mean).high, h.worths[t].high), below ? prompt_ : -1};
     }
@@ -1192,6 +1223,8 @@ class forgetful_decoder {
         case eviction_kind::hard_kv_pairs:
         case eviction_kind::kv_merger:
         case eviction_kind::defensive_kv:
+        case eviction_kind::layer_defensive_kv:
+        case eviction_kind::compress_kv:
         case eviction_kind::cake:
         case eviction_kind::r_kv:
         case eviction_kind::arkv_origin:
@@ -1226,6 +1259,8 @@ class forgetful_decoder {
       case eviction_kind::snapkv:
       case eviction_kind::pyramid_kv:
       case eviction_kind::defensive_kv:
+      case eviction_kind::layer_defensive_kv:
+      case eviction_kind::compress_kv:
       case eviction_kind::cake:
         return unit >= prompt_ - s_.window;
       case eviction_kind::lazy_eviction:
@@ -1261,7 +1296,8 @@ class forgetful_decoder {
     }
     if ((votes_by_window() || cuts_blocks()) && !prompt_ends) return;
     if (s_.kind == eviction_kind::lazy_eviction && (length_ - prompt_) % s_.window != 0) return;
-    int most = (other_budget > 0 ? other_budget : prompt_budget()) / s_.page;
+    const auto head = static_cast<int>(&h - heads_.data());
+    int most = (other_budget > 0 ? other_budget : prompt_budget(head)) / s_.page;
     if (s_.keeps_prompt)
       most = std::max(s_.budget, (prompt_ + s_.page - 1) / s_.page * s_.page + s_.room) / s_.page;
     while (static_cast<int>(h.units.size()) > most) {
@@ -1424,6 +1460,37 @@ inline void give_arkv_ratio(eviction_settings& s, const std::vector<double>& sen
   const double tokens =
       s.ratio * (s.kind == eviction_kind::arkv ? beside : static_cast<int>(s.alpha * beside));
   s.ratio_is_doubtful = std::abs(tokens - std::round(tokens)) < 1e-3 * (1 + tokens);
+}
+
+/// How many tokens Layer-DefensiveKV leaves a KV head: by the exact ranking, and at least and at most where
+/// worths are told apart to a sixteenth of an octave, and to rounding.
+struct head_budget_range {
+  int exact = 0, least = 0, most = 0;
+};
+/// Of all heads by their `defended_worths`: beside the windows the best of all tokens stay, as many as heads
+/// have on average; of those worth the same the first heads' do.
+inline std::vector<head_budget_range> layer_defensive_budgets(
+    const eviction_settings& s, const std::vector<std::vector<double>>& worths_of_heads) {
+  constexpr double bin = 17.0 / 16, rounding = 1e-3, least_worth = 0x1p-40 * bin;
+  std::vector<double> all;
+  for (const auto& worths : worths_of_heads) all.insert(all.end(), worths.begin(), worths.end());
+  std::sort(all.rbegin(), all.rend());
+  const auto stay = worths_of_heads.size() * static_cast<std::size_t>(s.budget - s.window);
+  const double bar = all.at(stay - 1), above = std::max(bar, least_worth) * bin * (1 + rounding),
+               below = bar / bin * (1 - rounding);
+  const auto beyond = [](double of) { return [of](double worth) { return worth > of; }; };
+  auto alike = static_cast<std::ptrdiff_t>(stay) - std::count_if(all.begin(), all.end(), beyond(bar));
+  std::vector<head_budget_range> ranges;
+  for (const auto& worths : worths_of_heads) {
+    const auto beyond_of = [&](double of) {
+      return static_cast<int>(std::count_if(worths.begin(), worths.end(), beyond(of)));
+    };
+    const auto own = std::min<std::ptrdiff_t>(alike, std::count(worths.begin(), worths.end(), bar));
+    alike -= own;
+    ranges.push_back({s.window + beyond_of(bar) + static_cast<int>(own), s.window + beyond_of(above),
+                      s.window + beyond_of(bar <= least_worth ? -1 : below)});
+  }
+  return ranges;
 }
 
 /// CAKE's budget of one layer among others: its part of what all have beside the window, at most the

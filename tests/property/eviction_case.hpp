@@ -25,6 +25,8 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"lazy_eviction", oracle::eviction_kind::lazy_eviction},
     {"hard_kv", oracle::eviction_kind::hard_kv},
     {"defensive_kv", oracle::eviction_kind::defensive_kv},
+    {"layer_defensive_kv", oracle::eviction_kind::layer_defensive_kv},
+    {"compress_kv", oracle::eviction_kind::compress_kv},
     {"cake", oracle::eviction_kind::cake},
     {"r_kv", oracle::eviction_kind::r_kv},
     {"arkv_origin", oracle::eviction_kind::arkv_origin},
@@ -64,10 +66,14 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   s.recent_tokens = o.budget.window;
   if (s.kind == oracle::eviction_kind::given_worths) s.sink = 0, s.recent = 0.25;
   if (s.kind == oracle::eviction_kind::r_kv) s.window = 8;
+  if (s.kind == oracle::eviction_kind::compress_kv) s.window = 8, s.kernel = 5;
+  for (int head = 0; !o.voters.empty() && head < o.query_heads; ++head)
+    if (o.voters.at(static_cast<std::size_t>((o.complete_layers + layer) * o.query_heads + head)) != 0)
+      s.voters.push_back(head);
   if (o.method.eviction.starts_with("arkv"))
     s.kernel = 5, s.gamma = 263.81, s.tau1 = 7.774, s.tau2 = 5.407, s.tau3 = 5.528;
   if (o.method.eviction.starts_with("hard_kv") || s.kind == oracle::eviction_kind::kv_merger) s.sink = 1;
-  if (s.kind == oracle::eviction_kind::defensive_kv || s.kind == oracle::eviction_kind::cake) s.kernel = 5;
+  if (o.method.eviction.ends_with("defensive_kv") || s.kind == oracle::eviction_kind::cake) s.kernel = 5;
   if (o.method.interval > 0) s.interval = o.method.interval;
   s.keeps_prompt = o.method.eviction == "raas" && o.method.keeps_prompt;
   return s;
@@ -136,6 +142,23 @@ inline std::vector<float> random_probes(dice& d, const std::vector<float>& queri
     for (int x = 0; x < row; ++x) probes.push_back(sign * queries[static_cast<std::size_t>(from + x)]);
   }
   return probes;
+}
+
+/// Budgets of Layer-DefensiveKV, which are the library's where the exact ranking, (heads of all layers),
+/// allows them: `kept` tokens of the prompt by each KV head of the settings' layer. Throws disagreement.
+inline void take_head_budgets(oracle::forgetful_decoder& expected, oracle::eviction_settings s,
+                              const std::vector<std::vector<double>>& worths_of_heads,
+                              const std::vector<int>& kept) {
+  const auto ranges = oracle::layer_defensive_budgets(s, worths_of_heads);
+  for (int head = 0; head < s.kv_heads; ++head) {
+    const auto& [exact, least, most] = ranges.at(static_cast<std::size_t>(s.layer * s.kv_heads + head));
+    const int own = kept.at(static_cast<std::size_t>(head));
+    if (own < least || own > most)
+      throw disagreement{sentence("KV head ", head, " keeps ", own, " tokens of the prompt for ", exact,
+                                  ", from ", least, " to ", most)};
+  }
+  s.head_budgets = kept;
+  expected.take_budget(s);
 }
 
 /// Compares one row's output; throws disagreement.

@@ -31,9 +31,10 @@ random_case eviction_case(std::uint64_t seed) {
   o.method.eviction = oracle_evictions[seed % std::size(oracle_evictions)].name;
   const std::string& method = o.method.eviction;
   const bool has_window = method == "snapkv" || method == "dapq" || method == "epi_cache" ||
-                          method == "pyramid_kv" || method == "defensive_kv" || method == "cake" ||
-                          method == "r_kv" || method == "kv_merger" || method.starts_with("arkv") ||
-                          method.starts_with("hard_kv");
+                          method == "pyramid_kv" || method.ends_with("defensive_kv") || method == "cake" ||
+                          method == "r_kv" || method == "kv_merger" || method == "compress_kv" ||
+                          method.starts_with("arkv") || method.starts_with("hard_kv");
+  const bool votes = method == "compress_kv";
   const bool rates_layers = method == "arkv" || method == "arkv_split";
   o.method.keeps_prompt = d.below(2) == 0;
   o.page = has_window ? 8 : d.one_of({8, 16, 24});
@@ -42,16 +43,22 @@ random_case eviction_case(std::uint64_t seed) {
   o.budget.selected_units = has_window ? 5 : d.between(1, 6);
   o.method.interval =
       d.between(1, std::min(40, o.budget.sink + o.budget.window + o.budget.selected_units * o.page - 1));
-  if (method == "pyramid_kv" || method == "cake" || rates_layers) {
+  const bool allocates = method == "cake" || method == "layer_defensive_kv";
+  if (method == "pyramid_kv" || allocates || rates_layers || votes) {
     o.layers = d.between(1, 5);
     o.complete_layers = d.below(o.layers + 1) / 2;
+  }
+  for (int layer = 0; votes && seed % 4 != 0 && layer < o.layers; ++layer) {
+    const int first = d.below(o.query_heads), more = d.below(3);
+    for (int head = 0; head < o.query_heads; ++head)
+      o.voters.push_back(head == first || (more > 0 && d.below(4) == 0) ? 1 : 0);
   }
   o.scale = d.one_of({0.0f, method.starts_with("hard_kv") ? 0.3f : 0.05f, 0.3f});
   c.turn = d.one_of({0.05f, 0.3f, 1.0f});
   c.outliers = d.one_of({0.0f, 0.05f});
   o.max_sequences = d.between(1, 3);
   const bool cuts_prompts =  // which is seldom, or shows little, where they are short
-      method == "cake" || method == "kv_merger" || method.starts_with("hard_kv") || rates_layers;
+      allocates || method == "kv_merger" || method.starts_with("hard_kv") || rates_layers;
   o.max_prompt = cuts_prompts ? 220 : d.one_of({1, 40, 100, 220});
   c.steps = d.between(1, 120);
   o.max_tokens = o.max_prompt + c.steps;
@@ -178,6 +185,7 @@ class run_of_case {
     } else {
       if (l.done == l.text.prompt && l.done > 0) {
         if (c_.options.method.eviction == "cake") give_budget(l);
+        if (c_.options.method.eviction == "layer_defensive_kv") give_head_budgets(l);
         if (rates_layers()) give_ratio(l);
       }
       const std::string where = sentence("token ", l.done, " after a prompt of ", l.text.prompt);
@@ -247,15 +255,21 @@ class run_of_case {
   /// What the prompt of each layer that forgets comes to.
   std::vector<double> of_all_layers(const live_sequence& l, const oracle::eviction_settings& s,
                                     double (oracle::forgetful_decoder::*what)() const) const {
-    const auto part = [&](const std::vector<float>& of) { return l.text.rows(of, 0, l.text.prompt); };
     std::vector<double> of;
+    for (const auto& other : all_layers(l, s)) of.push_back((other.*what)());
+    return of;
+  }
+  /// The prompt in each layer that forgets.
+  std::vector<oracle::forgetful_decoder> all_layers(const live_sequence& l,
+                                                    const oracle::eviction_settings& s) const {
+    const auto part = [&](const std::vector<float>& of) { return l.text.rows(of, 0, l.text.prompt); };
+    std::vector<oracle::forgetful_decoder> all;
     for (int layer = c_.options.complete_layers; layer < c_.options.layers; ++layer) {
-      oracle::forgetful_decoder other(s);
+      oracle::forgetful_decoder& other = all.emplace_back(s);
       other.prompt(of_layer(part(l.text.queries), layer), part(l.text.keys), part(l.text.values));
       other.observe(of_layer(l.probes, layer));
-      of.push_back((other.*what)());
     }
-    return of;
+    return all;
   }
   std::vector<float> of_tested_layer(std::span<const float> queries) const {
     return of_layer(queries, tested_layer());
@@ -266,6 +280,29 @@ class run_of_case {
     oracle::give_cake_budget(s, of_all_layers(l, s, &oracle::forgetful_decoder::preference), l.text.prompt);
     l.expected.take_budget(s);
     seen_.other_budgets += s.prompt_budget >= 0 && s.prompt_budget != s.budget;
+  }
+  /// The budgets of the tested layer's heads among all heads.
+  void give_head_budgets(live_sequence& l) {
+    const oracle::eviction_settings s = eviction_settings_of(c_.options, tested_);
+    if (l.text.prompt <= s.budget) return;
+    const auto kept_in = [&](int layer) {
+      std::vector<int> kept;
+      for (const std::int32_t attended : pipeline_->report(layer, l.id).attended_count)
+        kept.push_back(attended - 1);  // the row itself
+      return kept;
+    };
+    std::vector<std::vector<double>> worths;
+    for (const auto& other : all_layers(l, s))
+      for (int head = 0; head < s.kv_heads; ++head) worths.push_back(other.defended_worths(head));
+    int all = 0;
+    for (int layer = c_.options.complete_layers; layer < c_.options.layers; ++layer)
+      for (const int kept : kept_in(layer)) {
+        all += kept;
+        seen_.other_budgets += kept != s.budget;
+      }
+    if (all != static_cast<int>(worths.size()) * s.budget)
+      throw disagreement{sentence("heads keep ", all, " tokens together")};
+    take_head_budgets(l.expected, s, worths, kept_in(tested_layer()));
   }
   int tested_layer() const { return c_.options.complete_layers + tested_; }
 
@@ -282,7 +319,7 @@ class run_of_case {
 
 TEST_CASE("random sequences that forget agree with the float64 oracle", "[property][eviction]") {
   const std::uint64_t first = number_from("FREEKV_SEED", 1),
-                      count = number_from("FREEKV_CASES", 15 * std::ssize(oracle_evictions));
+                      count = number_from("FREEKV_CASES", 20 * std::ssize(oracle_evictions));
   std::map<int, freekv::host_backend> backends;
   for (const auto isa : instruction_sets())
     for (const int threads : {1, 3})
@@ -312,7 +349,7 @@ TEST_CASE("random sequences that forget agree with the float64 oracle", "[proper
       if (method.find("merge") != std::string::npos || method == "d2o" || method == "hard_kv_pairs")
         CHECK(of.merged > 500);
       if (method == "d2o") CHECK(of.lost > 300);
-      if (method == "cake") CHECK(of.other_budgets > 10);
+      if (method == "cake" || method == "layer_defensive_kv") CHECK(of.other_budgets > 10);
       if (method == "epi_cache") CHECK(of.in_prompt > 100);
       freekv::examples::method_spec named;
       named.eviction = method;

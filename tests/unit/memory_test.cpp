@@ -401,8 +401,7 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
                      freekv::r_kv, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge,
                      freekv::hard_kv_pairs, freekv::razor_attention_compensated, freekv::trim_kv,
                      freekv::given_worths, freekv::mikv, freekv::arkv_split, freekv::kv_merger,
-                     freekv::q_hitter>>;
-  , freekv::epi_cache >> ;
+                     freekv::q_hitter, freekv::epi_cache, freekv::layer_defensive_kv, freekv::compress_kv>>;
   forgetful::settings s{.model = {.layers = 2, .query_heads = 6, .kv_heads = 2},
                         .budget = 40,
                         .capacity = {.max_prompt = 60, .max_generated = 60}};
@@ -412,7 +411,7 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
   freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
   constexpr std::array kinds{freekv::layer_kind::complete, freekv::layer_kind::window,
                              freekv::layer_kind::window, freekv::layer_kind::complete};
-  for (int method = 0; method < 19; ++method) {
+  for (int method = 0; method < 21; ++method) {
     if (method == 1) s.eviction = freekv::tova{};
     if (method == 2) s.eviction = freekv::snapkv{};
     if (method == 3) s.eviction = freekv::raas{.page = 8, .sink = 8, .window = 8};
@@ -430,7 +429,9 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
     if (method == 15) s.eviction = freekv::arkv_split{};
     if (method == 16) s.eviction = freekv::kv_merger{};
     if (method == 17) s.eviction = freekv::q_hitter{};
-    if (method == 18) s.budget = 20, s.eviction = freekv::epi_cache{.window = 8, .block_tokens = 30};
+    if (method == 18) s.eviction = freekv::layer_defensive_kv{};
+    if (method == 19) s.eviction = freekv::compress_kv{};
+    if (method == 20) s.budget = 20, s.eviction = freekv::epi_cache{.window = 8, .block_tokens = 30};
     forgetful pipeline(s, backend);
     const long before = allocations;
     for (int round = 0; round < 2; ++round) {

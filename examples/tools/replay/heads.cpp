@@ -1,5 +1,5 @@
 // freekv-heads: which KV heads must keep everything, from recorded layers: the list for RazorAttention's and
-// DuoAttention's kind of plan.
+// DuoAttention's kind of plan. Or which query heads retrieve whole passages: the list for CompressKV.
 
 #include <algorithm>
 #include <cmath>
@@ -29,7 +29,7 @@ namespace {
 struct head_options {
   std::string traces, out, by = "mass";
   std::optional<double> share;
-  int page = 32, sink = 64, window = 128, complete_layers = 1;
+  int page = 32, sink = 64, window = 128, complete_layers = 1, span = 32, voters = 4;
 
   /// RazorAttention's 14 % of induction heads and 1 % of echo heads, for `by` echo.
   double share_of_heads() const { return share.value_or(by == "echo" ? 0.15 : 0.25); }
@@ -40,7 +40,7 @@ struct measured_head {
   double missed = 0;  // by mass: share of the attention that lies outside sink and window
   double echo = 0,
          induction = 0;  // by echo: share of it on earlier copies of the token, and on what followed them
-  double reach = 0;      // what heads are ranked by
+  double reach = 0;      // what heads are ranked by; by span: share of it on earlier copies of the passage
 };
 
 /// Replays a trace with sink and window alone beside full attention.
@@ -78,35 +78,95 @@ std::vector<measured_head> measure(const trace& t, const head_options& o, host_b
   return heads;
 }
 
+/// Attention of a decode token's query head to all tokens up to itself: `weights`, (tokens).
+void attend(const trace& t, const std::vector<float>& keys, int token, int query_head,
+            std::vector<double>& weights) {
+  const int head = query_head / (t.query_heads / t.kv_heads), d = t.head_dim;
+  const double scale = t.scale != 0 ? t.scale : 1 / std::sqrt(static_cast<double>(d));
+  const auto query = t.queries_of(token, 1).subspan(to_size(query_head * d), to_size(d));
+  double largest = -std::numeric_limits<double>::infinity(), sum = 0;
+  for (int i = 0; i <= token; ++i) {
+    const float* const key = keys.data() + (to_size(i) * to_size(t.kv_heads) + to_size(head)) * to_size(d);
+    weights[to_size(i)] =
+        scale * static_cast<double>(std::inner_product(query.begin(), query.end(), key, 0.0f));
+    largest = std::max(largest, weights[to_size(i)]);
+  }
+  for (int i = 0; i <= token; ++i) sum += weights[to_size(i)] = std::exp(weights[to_size(i)] - largest);
+  for (int i = 0; i <= token; ++i) weights[to_size(i)] /= sum;
+}
+
 /// The scores of RazorAttention (section 3.3), of a text that repeats itself: each decode token's attention
 /// to the same token in all earlier repetitions, and to the one behind it. A KV head's are its group's means.
 /// Its reach is the larger: the paper takes the best by each of the two, many by induction and few by echo.
 std::vector<measured_head> measure_echo(const trace& t) {
-  const int group = t.query_heads / t.kv_heads, d = t.head_dim, period = t.period.value();
+  const int group = t.query_heads / t.kv_heads, period = t.period.value();
   const std::vector<float> keys = t.float_keys();
-  const double scale = t.scale != 0 ? t.scale : 1 / std::sqrt(static_cast<double>(d));
   std::vector<measured_head> heads(to_size(t.kv_heads));
   std::vector<double> weights(to_size(t.tokens));
   for (int token = t.prompt_len; token < t.tokens; ++token)
     for (int q = 0; q < t.query_heads; ++q) {
-      const auto query = t.queries_of(token, 1).subspan(to_size(q * d), to_size(d));
-      double largest = -std::numeric_limits<double>::infinity(), sum = 0;
-      for (int i = 0; i <= token; ++i) {
-        const float* const key =
-            keys.data() + (to_size(i) * to_size(t.kv_heads) + to_size(q / group)) * to_size(d);
-        weights[to_size(i)] =
-            scale * static_cast<double>(std::inner_product(query.begin(), query.end(), key, 0.0f));
-        largest = std::max(largest, weights[to_size(i)]);
-      }
-      for (int i = 0; i <= token; ++i) sum += weights[to_size(i)] = std::exp(weights[to_size(i)] - largest);
+      attend(t, keys, token, q, weights);
       measured_head& head = heads[to_size(q / group)];
       for (int before = token - period; before >= 0; before -= period) {
-        head.echo += weights[to_size(before)] / sum / (group * t.steps());
-        head.induction += weights[to_size(before + 1)] / sum / (group * t.steps());
+        head.echo += weights[to_size(before)] / (group * t.steps());
+        head.induction += weights[to_size(before + 1)] / (group * t.steps());
       }
     }
   for (measured_head& head : heads) head.reach = std::max(head.echo, head.induction);
   return heads;
+}
+
+/// CompressKV's semantic retrieval heads, of a text that repeats itself: what each query head of the decode
+/// tokens attends to, in earlier repetitions, of the whole passage of `span` tokens that the token is in. The
+/// paper hides a fact among other texts and sums this over tokens of it that the model generates. Here every
+/// passage is one to retrieve, and the tokens are given.
+std::vector<measured_head> measure_span(const trace& t, int span) {
+  const int period = t.period.value();
+  const std::vector<float> keys = t.float_keys();
+  std::vector<measured_head> heads(to_size(t.query_heads));
+  std::vector<double> weights(to_size(t.tokens));
+  for (int token = t.prompt_len; token < t.tokens; ++token) {
+    const int now = token / period * period, passage = (token - now) / span * span;
+    for (int q = 0; q < t.query_heads; ++q) {
+      attend(t, keys, token, q, weights);
+      for (int copy = 0; copy < now; copy += period)
+        for (int i = copy + passage; i < copy + std::min(passage + span, period); ++i)
+          heads[to_size(q)].reach += weights[to_size(i)] / t.steps();
+    }
+  }
+  return heads;
+}
+
+/// Of each layer the query heads of most reach, best first: lines "layer query_head".
+std::string list_of_voters(std::vector<measured_head> heads, const head_options& o) {
+  std::ostringstream out;
+  out << "# layer query_head; share of attention on earlier copies of a passage of " << o.span << " tokens\n";
+  std::stable_sort(heads.begin(), heads.end(),
+                   [](const auto& a, const auto& b) { return a.layer < b.layer; });  // by reach already
+  int listed = 0;
+  for (std::size_t i = 0; i < heads.size(); ++i) {
+    listed = i > 0 && heads[i - 1].layer == heads[i].layer ? listed + 1 : 0;
+    if (listed < o.voters) out << heads[i].layer << " " << heads[i].head << "  # " << heads[i].reach << "\n";
+  }
+  return std::move(out).str();
+}
+std::string list_of_kinds(const std::vector<measured_head>& heads, const head_options& o) {
+  const auto complete = to_size(std::lround(o.share_of_heads() * static_cast<double>(heads.size())));
+  std::ostringstream out;
+  if (o.by == "echo")
+    out << "# layer head kind; share of attention on earlier copies of the token, and on what followed "
+           "them\n";
+  else
+    out << "# layer head kind; share of attention mass outside sink " << o.sink << " and window " << o.window
+        << "\n";
+  for (std::size_t i = 0; i < heads.size(); ++i) {
+    out << heads[i].layer << " " << heads[i].head << " " << (i < complete ? "complete" : "window") << "  # ";
+    if (o.by == "echo")
+      out << heads[i].echo << " " << heads[i].induction << "\n";
+    else
+      out << heads[i].missed << "\n";
+  }
+  return std::move(out).str();
 }
 
 void run(int argc, char** argv) {
@@ -114,14 +174,23 @@ void run(int argc, char** argv) {
   CLI::App app("Finds the KV heads that look beyond sink and window, from recorded layers.", "freekv-heads");
   app.add_option("traces", o.traces, "Folder of traces, one for each layer of a model (freekv-record)")
       ->required();
-  app.add_option("--out", o.out, "List to write: lines \"layer head kind\"")->required();
+  app.add_option("--out", o.out, "List to write: lines \"layer head kind\", by span \"layer query_head\"")
+      ->required();
   app.add_option(
          "--by", o.by,
          "What tells them: mass, the attention that lies outside sink and window; or echo, RazorAttention's "
          "attention to earlier copies of the token and to what followed them, on traces of freekv-record "
-         "--repeated")
+         "--repeated; or span, on traces of freekv-record --repeated --text, the attention to earlier copies "
+         "of "
+         "the passage that a token is in: the query heads of each layer that have most, for compress_kv")
       ->capture_default_str()
-      ->check(CLI::IsMember({"mass", "echo"}));
+      ->check(CLI::IsMember({"mass", "echo", "span"}));
+  app.add_option("--span", o.span, "By span: tokens of a passage")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  app.add_option("--voters", o.voters, "By span: query heads of each layer, 4 as published")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
   app.add_option(
          "--share", o.share,
          "Share of the heads that keep everything, those with most of it; by mass 0.25, by echo 0.15 as "
@@ -153,15 +222,17 @@ void run(int argc, char** argv) {
                          " does not say which layer it is; record it with freekv-record");
     if (t.steps() < 1) throw choice_error(cited_path(job.trace) + " has no decode step to measure");
     if (*t.layer < o.complete_layers) continue;
-    if (o.by == "echo" && !t.period)
+    if (o.by != "mass" && !t.period)
       throw choice_error(
           cited_path(job.trace) +
           " does not say after how many tokens it repeats itself; record it with freekv-record "
           "--repeated");
-    auto of_layer = o.by == "echo" ? measure_echo(t) : measure(t, o, backend);
-    for (int head = 0; head < t.kv_heads; ++head) {
+    auto of_layer = o.by == "echo"   ? measure_echo(t)
+                    : o.by == "span" ? measure_span(t, o.span)
+                                     : measure(t, o, backend);
+    for (std::size_t head = 0; head < of_layer.size(); ++head) {
       of_layer[head].layer = *t.layer;
-      of_layer[head].head = head;
+      of_layer[head].head = static_cast<int>(head);
     }
     heads.insert(heads.end(), of_layer.begin(), of_layer.end());
   }
@@ -171,22 +242,7 @@ void run(int argc, char** argv) {
     throw choice_error("all layers of \"" + o.traces + "\" are among the " +
                        std::to_string(o.complete_layers) +
                        " that keep everything; record others, or give --complete-layers 0");
-  const auto complete = to_size(std::lround(o.share_of_heads() * static_cast<double>(heads.size())));
-  std::ostringstream out;
-  if (o.by == "echo")
-    out << "# layer head kind; share of attention on earlier copies of the token, and on what followed "
-           "them\n";
-  else
-    out << "# layer head kind; share of attention mass outside sink " << o.sink << " and window " << o.window
-        << "\n";
-  for (std::size_t i = 0; i < heads.size(); ++i) {
-    out << heads[i].layer << " " << heads[i].head << " " << (i < complete ? "complete" : "window") << "  # ";
-    if (o.by == "echo")
-      out << heads[i].echo << " " << heads[i].induction << "\n";
-    else
-      out << heads[i].missed << "\n";
-  }
-  const std::string list = std::move(out).str();
+  const std::string list = o.by == "span" ? list_of_voters(heads, o) : list_of_kinds(heads, o);
   new_file file(o.out);
   file.write(std::as_bytes(std::span(list)));
   file.finish();

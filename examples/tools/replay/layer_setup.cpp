@@ -20,17 +20,29 @@ constexpr int most_clusters = 1 << 16, most_bits = 11, most_tables = 4096;
 
 [[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
 
-/// What each KV head of the trace's layer keeps, where --heads says it.
-std::vector<layer_kind> head_kinds_of(const replay_options& o, const trace_form& t) {
-  if (!o.heads) return {};
+/// What `read` reads for the heads of the trace's layer from the list that --heads names.
+template <class Read>
+auto of_layer(const replay_options& o, const trace_form& t, int heads, const Read& read) {
   constexpr int most_layers = 1024;  // a list has all of a model's, and a trace does not say how many
   if (!t.layer || *t.layer >= most_layers)
     refuse("the trace names " + (t.layer ? "layer " + std::to_string(*t.layer) : "no layer") +
            ", so --heads cannot say what its heads keep; write its number, below " +
            std::to_string(most_layers) + ", as layer into its metadata");
-  const auto all = read_head_list(std::filesystem::path(*o.heads), most_layers, t.kv_heads);
-  const auto first = all.begin() + std::ptrdiff_t{*t.layer} * t.kv_heads;
-  return {first, first + t.kv_heads};
+  auto all = read(std::filesystem::path(*o.heads), most_layers, heads);
+  const auto first = all.begin() + std::ptrdiff_t{*t.layer} * heads;
+  return decltype(all)(first, first + heads);
+}
+/// What each KV head of the trace's layer keeps, where --heads says it.
+std::vector<layer_kind> head_kinds_of(const replay_options& o, const trace_form& t) {
+  if (!o.heads || o.method.takes_voters()) return {};
+  return of_layer(o, t, t.kv_heads, [](const auto& path, int layers, int heads) {
+    return read_head_list(path, layers, heads);
+  });
+}
+/// Which of its query heads choose, where --heads says that.
+std::vector<std::uint8_t> voters_of(const replay_options& o, const trace_form& t) {
+  if (!o.heads || !o.method.takes_voters()) return {};
+  return of_layer(o, t, t.query_heads, read_voters);
 }
 
 void in_head_dim(const std::string& flag, int value, const trace_form& t) {
@@ -96,7 +108,8 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
                .store_file = o.store_file.value_or(""),
                .layout = o.layout,
                .method = o.method,
-               .head_kinds = head_kinds_of(o, t)} {
+               .head_kinds = head_kinds_of(o, t),
+               .voters = voters_of(o, t)} {
   if (o.method.evicts() && (o.soft_cap != 0 || !t.sink_logits.empty()))
     refuse("--variant " + o.variant + " forgets by attention without " +
            (o.soft_cap != 0 ? "--soft-cap" : "the trace's sink_logits") +

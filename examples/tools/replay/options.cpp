@@ -250,7 +250,7 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
     refuse(
         "--heads says which heads retrieve, and in a layer with --sliding-window none does; choose one of "
         "the two");
-  if (o.heads && !m.retrieves() && !m.needs_head_list())
+  if (o.heads && !m.retrieves() && !m.needs_head_list() && !m.takes_voters())
     refuse("--heads says which heads retrieve, and --variant " + o.variant +
            " does not; choose another variant");
   if (!o.heads && m.needs_head_list())
@@ -363,8 +363,10 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.flag("--partial", numbers.partial,
            "mass_deficit: exchange pages one by one until the deficit is closed");
   add.whole_number("--every", numbers.every, "every_n_steps: steps from one correction to the next");
-  add.optional_text("--heads", o.heads, "every head retrieves",
-                    "Head list: what each KV head keeps, see below; a trace names its layer in its metadata");
+  add.optional_text(
+      "--heads", o.heads, "every head retrieves",
+      "Head list: what each KV head keeps, see below, or for compress_kv which query heads choose, lines "
+      "\"layer query_head\"; a trace names its layer in its metadata");
   add.text("--residency", numbers.residency,
            "Who leaves its slot first where some are spare: " + names_of(residencies));
   add.whole_number("--spare", numbers.spare, "Slots of each KV head beyond --k, resident route");

@@ -43,6 +43,7 @@ enum class hook : std::uint8_t {
   temperature,  ///< of a selection by mass, `temperature(layer, head)`
   validate,
   values,
+  votes,   ///< of an eviction, which query heads of a layer choose for all of its KV heads
   weighs,  ///< of a summary, `log_weight`: what is added to the scores of sampled tokens
   with_elements,
   worths,  ///< of an eviction, `on_given`: what the engine says rows are worth
@@ -145,7 +146,7 @@ using every_hook =
               hook::kind_of_head, hook::linear, hook::mass_term, hook::merge, hook::observe, hook::prepare,
               hook::query_width, hook::rank, hook::rate, hook::rows, hook::sees_keys, hook::shared_bytes,
               hook::shared_floats, hook::stored, hook::summarised_by_whole_rows, hook::temperature,
-              hook::validate, hook::values, hook::weighs, hook::with_elements, hook::worths>;
+              hook::validate, hook::values, hook::votes, hook::weighs, hook::with_elements, hook::worths>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

@@ -56,7 +56,12 @@ struct eviction_settings {
             layer - complete_layers(),
             model.layers - complete_layers(),
             head,
-            model.kv_heads};
+            model.kv_heads,
+            model.query_heads};
+  }
+  /// A moment of a layer, of which nothing else is known.
+  eviction_moment moment(int layer) const {
+    return {.budget = budget, .layer = layer - complete_layers(), .layers = model.layers - complete_layers()};
   }
   /// Rows that a KV head of a layer ever holds, in whole units.
   template <class E>
@@ -96,6 +101,11 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
         fail(std::string(E::name) + " codes units of " + text(eviction.unit_tokens()) +
              " tokens of a prompt that is " + (eviction.stages_prompt() ? "" : "not ") +
              "staged; code units of 1, and stage prompts");
+    if constexpr (detail::votes_for_layer<E>)
+      if (eviction.group() != group_rule::each || !eviction.stages_prompt() || eviction.observes_decoding())
+        fail(std::string(E::name) +
+             " lets query heads choose for their layer, from prompts that are staged; observe each query "
+             "head, stage prompts, and observe no decode rows");
     if constexpr (rates<E>)
       if (eviction.group() != group_rule::each)
         fail(std::string(E::name) +
@@ -115,6 +125,12 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
     }
     if constexpr (hooks_of<E>::has(hook::validate))
       eviction_kind::validate(eviction, s.limits(s.complete_layers()));
+    if constexpr (detail::votes_for_layer<E>)
+      for (int layer = s.complete_layers(); layer < s.model.layers; ++layer)
+        if (detail::voters_of(eviction, s.moment(layer), s.model.query_heads) == 0)
+          fail(std::string(E::name) + ": none of the " + text(s.model.query_heads) +
+               " query heads of layer " + text(layer) +
+               " votes; list one or more of each layer that forgets");
   });
   const attention_settings& asked = s.attention;
   const bool selects_otherwise = asked.selection_scale != 0.0f && asked.selection_scale != asked.scale;

@@ -29,6 +29,7 @@ struct eviction_limits {
   int layers = 1;
   int head = 0;  ///< KV head of the layer, the one asked for
   int kv_heads = 1;
+  int query_heads = 1;  ///< of the layer
 };
 
 /// Moment at which units leave: after a decode row has attended, or before the first one, when a prompt ends.
@@ -65,7 +66,7 @@ struct observed_units {
   int units = 0;
   const std::int32_t* tokens = nullptr;  ///< (units): numbers in the sequence, ascending
   int rows = 0;              ///< row r is of query head r % heads of the row r / heads, of the last the last
-  int heads = 1;             ///< of the group, that have rows of their own
+  int heads = 1;             ///< of the group, or of the layer where they vote, that have rows of their own
   float* numbers = nullptr;  ///< (rows, stride)
   float* scratch = nullptr;  ///< (rows, stride)
   std::int32_t* counts = nullptr;  ///< (rows, 2)
@@ -199,6 +200,14 @@ inline constexpr bool rates = hooks_of<E>::has(hook::rate);
 template <class E>
 inline constexpr bool cuts_blocks = hooks_of<E>::has(hook::blocks);
 
+namespace detail {
+
+/// True of a policy that lists `hook::votes`.
+template <class E>
+inline constexpr bool votes_for_layer = hooks_of<E>::has(hook::votes);
+
+}  // namespace detail
+
 /// True of a policy that lists `hook::worths`.
 template <class E>
 inline constexpr bool takes_worths = hooks_of<E>::has(hook::worths);
@@ -284,6 +293,14 @@ concept codes_tokens = requires(const P p, const eviction_moment& at, const evic
   requires std::same_as<typename decltype(p.codec())::policy_kind, codec_kind>;
 };
 
+/// Query heads of a layer that vote.
+template <class P>
+int voters_of(const P& policy, const eviction_moment& at, int query_heads) {
+  int voters = 0;
+  for (int head = 0; head < query_heads; ++head) voters += policy.votes(at, head);
+  return voters;
+}
+
 /// A policy with the members of `hook::rate`.
 template <class P>
 concept rates_layers = requires(const P p, const double* votes, const double* sensitivities, float* ratios) {
@@ -329,9 +346,12 @@ concept has_blocks = requires(const P p, const eviction_limits& most) {
 ///   tokens of a prompt that a step brings, its block. They go behind what a head holds, which is cut to
 ///   `kept(moment)` before the next block comes, and before the first decode row. So `capacity(limits)` has
 ///   room for a block beside what is kept;
-/// - `on_row(unit, key, value, head_dim)`, listed as `hook::rows`, of a policy that counts units: right
-/// behind
-///   each `on_append` it is told the token's key and value as they are stored, (head_dim) floats each. Of a
+/// - `votes(moment, query_head) -> bool`, of a policy that observes each query head of staged prompts alone:
+///   when a prompt ends, what it observes of any KV head of a layer are the rows of the layer's query heads
+///   that vote, each on its own KV head's keys, and not the group's; at least one votes. Of the moment
+///   `layer` and `layers` are there;
+/// - `on_row(unit, key, value, head_dim)`, listed as `hook::rows`, of a policy that counts units: behind each
+///   `on_append` it is told the token's key and value as they are stored, (head_dim) floats each. Of a
 ///   prompt's tokens each has both calls, in their order, when the prompt ends;
 /// - `rank(units, moment, worths)`, listed as `hook::rank`, of a policy that counts units and demotes: in
 ///   place of `worth(unit)` it gives all units that a head holds a worth each, which may depend on the
@@ -360,6 +380,10 @@ struct eviction_kind : kind_defaults {
         !cuts_blocks<P> || (observes<P> && !allocates<P> && !merges<P> && !demotes<P> && !rates<P>),
         "an eviction policy that lists hook::blocks lists hook::observe, and neither hook::allocate, "
         "hook::merge, hook::demote nor hook::rate");
+    static_assert(!detail::votes_for_layer<P> ||
+                      (observes<P> && !merges<P> && !demotes<P> && !rates<P> && !cuts_blocks<P>),
+                  "an eviction policy that lists hook::votes lists hook::observe and neither hook::merge, "
+                  "hook::demote, hook::rate nor hook::blocks");
     static_assert(!takes_worths<P> || !observes<P>,
                   "an eviction policy that lists hook::observe ranks units by what rows attend to and does "
                   "not list hook::worths");
@@ -408,6 +432,10 @@ struct eviction_kind : kind_defaults {
         };
       case hook::validate:
         return requires(const P p) { p.validate(eviction_limits{}); };
+      case hook::votes:
+        return requires(const P p, const eviction_moment& at) {
+          { p.votes(at, 0) } -> std::same_as<bool>;
+        };
       case hook::worths:
         if constexpr (counts_units<P>) return requires(const P p, typename P::unit_state& unit) {
             p.on_given(unit, 0.5f);

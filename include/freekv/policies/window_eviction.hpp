@@ -3,12 +3,16 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <freekv/core/log_sum_exp.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/policies/detail/neighbours.hpp>
 #include <freekv/policies/eviction.hpp>
 #include <freekv/policies/fp8_token.hpp>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -36,8 +40,20 @@ struct defensive_kv {
   constexpr group_rule group() const { return group_rule::each; }
   constexpr bool observes_decoding() const { return false; }
   int observe(const observed_units& held, const eviction_moment&, float* worths) const {
-    const int voted = std::max(0, held.units - window);
     std::fill_n(worths, held.units, 0.0f);
+    worst_case(held, worths);
+    return held.units;
+  }
+
+  std::string values() const { return std::to_string(window) + ", " + std::to_string(kernel); }
+  void validate(const eviction_limits& most, std::string_view who = name) const {
+    detail::check_window(who, window, 32, kernel, 5, most);
+  }
+
+ protected:
+  /// Worths of what is before the window, of so many tokens; they may be where the first row's shares are.
+  int worst_case(const observed_units& held, float* worths) const {
+    const int voted = std::max(0, held.units - window);
     for (int r = 0; r < held.rows; ++r) {
       float* const near = held.scratch_row(r);
       detail::average_near(held.row(r), voted, kernel, near);
@@ -47,21 +63,162 @@ struct defensive_kv {
         now += static_cast<double>(near[i]);
       }
       const auto factor = static_cast<float>(now > 0.0 ? before / now : 0.0);
-      for (int i = 0; i < voted; ++i) worths[i] = std::max(worths[i], near[i] * factor);
+      for (int i = 0; i < voted; ++i)
+        worths[i] = r == 0 ? near[i] * factor : std::max(worths[i], near[i] * factor);
     }
     double sum = 0.0;
     for (int i = 0; i < voted; ++i) sum += static_cast<double>(worths[i]);
     const auto mean = static_cast<float>(voted > 0 ? sum / voted : 0.0);
     for (int i = 0; i < voted; ++i) worths[i] = std::max(worths[i], mean);
-    return held.units;
-  }
-
-  std::string values() const { return std::to_string(window) + ", " + std::to_string(kernel); }
-  void validate(const eviction_limits& most) const {
-    detail::check_window(name, window, 32, kernel, 5, most);
+    return voted;
   }
 };
 static_assert(eviction_policy<defensive_kv>);
+
+/// Layer-DefensiveKV (the same paper): `defensive_kv` whose heads have budgets by their tokens' worths. Of
+/// all tokens of all heads of all layers that forget the best stay, as many as equal budgets sum up to;
+/// beside these each head has its window. The paper's heads have no least budget, and neither have these.
+/// Published code lets a window have the largest worth of its layer, which comes to the same where every
+/// layer has one above the bar; here it always stays.
+///
+/// `allocate` is told how many tokens of a head have which worth, to a sixteenth of an octave: a head's
+/// budget is that of the exact ranking but for tokens whose worth is in the bin of the last that stays. What
+/// is left for these, heads share in proportion to how many each has there. Worths below 2^-40 count as
+/// alike.
+struct layer_defensive_kv : defensive_kv {
+  using hooks = hook_list<hook::allocate, hook::observe, hook::validate, hook::values>;
+  static constexpr std::string_view name = "layer_defensive_kv";
+  static constexpr int octaves = 40, bins_of_octave = 16, bins = octaves * bins_of_octave + 1;
+
+  struct statistic {
+    std::array<std::int32_t, bins> tokens{};  // of a head, before the window, by worth, ascending
+  };
+  /// Bin of a worth, of which none is above 1 but by rounding.
+  static int bin_of(float worth) {
+    constexpr int below = 19;  // bits of a float's fraction that tell worths of a bin apart
+    const auto bits_of = [](float x) { return static_cast<int>(std::bit_cast<std::uint32_t>(x) >> below); };
+    return worth > 0.0f ? std::clamp(bits_of(worth) - bits_of(1.0f) + bins - 1, 0, bins - 1) : 0;
+  }
+  statistic measure(const observed_units& held, const eviction_moment&) const {
+    statistic of;
+    float* const worths = held.row(0);
+    const int voted = held.rows > 0 ? worst_case(held, worths) : 0;
+    for (int i = 0; i < voted; ++i) ++of.tokens[to_size(bin_of(worths[i]))];
+    return of;
+  }
+  void allocate(const statistic* of, const eviction_heads& over, int* budgets) const {
+    const int heads = over.layers * over.kv_heads;
+    std::int64_t left = std::int64_t{heads} * (over.budget - window);
+    std::fill_n(budgets, heads, window);
+    for (std::size_t bin = bins; bin-- > 0 && left > 0;) {
+      std::int64_t all = 0;
+      for (int head = 0; head < heads; ++head) all += of[head].tokens[bin];
+      if (all == 0) continue;
+      const std::int64_t given = std::min(all, left);
+      std::int64_t before = 0;
+      for (int head = 0; head < heads; ++head) {
+        const std::int64_t end = before + of[head].tokens[bin];
+        budgets[head] += static_cast<int>(given * end / all - given * before / all);
+        before = end;
+      }
+      left -= given;
+    }
+  }
+  void validate(const eviction_limits& most) const { defensive_kv::validate(most, name); }
+};
+static_assert(eviction_policy<layer_defensive_kv>);
+
+/// CompressKV (arXiv 2508.02401): semantic retrieval heads, a few query heads of each layer that are found
+/// offline for a model, choose for all KV heads of their layer. Tokens stay by the shares that the chosen
+/// heads' last `window` rows give them, averaged over `kernel` neighbours, and layers keep as much as a list
+/// says, which the paper makes from the error that cutting a layer alone gives its output. The published code
+/// takes the 4 best heads of each layer, those that attend most to a fact's whole span while its answer is
+/// generated. Here every KV head computes the votes anew: with all heads they cost what snapkv's do as many
+/// times as there are KV heads. A prompt that is within its layer's budget stays whole.
+struct compress_kv {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::observe, hook::validate, hook::values, hook::votes>;
+  static constexpr std::string_view name = "compress_kv";
+  /// Query heads of the model, (layers, query_heads): 1 for those that choose, else 0; without any all of a
+  /// layer choose. The caller keeps their memory.
+  std::span<const std::uint8_t> heads{};
+  int query_heads = 1;
+  /// Tokens that each KV head of the model's layers keeps, (layers); without them each has the budget. The
+  /// caller keeps their memory.
+  std::span<const std::int32_t> budgets{};
+  int window = 8;
+  int kernel = 5;
+
+  int unit_tokens() const { return 1; }
+  bool stages_prompt() const { return true; }
+  int observed_rows() const { return window; }
+  int capacity(const eviction_limits& most) const {
+    return budget_of(most.budget, most.layer, most.layers) + most.max_generated;
+  }
+  int kept(const eviction_moment& at) const {
+    return at.prompt_ends ? budget_of(at.budget, at.layer, at.layers) : every_token;
+  }
+  bool protects(int token, const eviction_moment& at) const { return token >= at.prompt - window; }
+
+  group_rule group() const { return group_rule::each; }
+  bool observes_decoding() const { return false; }
+  bool votes(const eviction_moment& at, int query_head) const {
+    if (heads.empty()) return true;
+    return heads[to_size(layer_in(std::ssize(heads) / query_heads, at.layer, at.layers) * query_heads +
+                         query_head)] != 0;
+  }
+  int observe(const observed_units& held, const eviction_moment&, float* worths) const {
+    const int voted = std::max(0, held.units - window);
+    float* const sums = held.scratch_row(0);
+    std::fill_n(worths, held.units, 0.0f);
+    std::fill_n(sums, held.units, 0.0f);
+    for (int r = 0; r < held.rows; ++r)
+      for (int i = 0; i < voted; ++i) sums[i] += held.row(r)[i];
+    detail::average_near(sums, voted, kernel, worths);
+    return held.units;
+  }
+
+  std::string values() const {
+    const auto listed = std::ssize(heads) - std::count(heads.begin(), heads.end(), 0);
+    return std::to_string(window) + ", " + std::to_string(kernel) + ", " +
+           (heads.empty() ? "all" : std::to_string(listed)) + " query heads" +
+           (budgets.empty() ? "" : ", budgets by layer");
+  }
+  void validate(const eviction_limits& most) const {
+    const auto text = [](auto n) { return std::to_string(n); };
+    const auto fail = [](const std::string& what) { throw settings_error(std::string(name) + what); };
+    detail::check_window(name, window, 8, kernel, 5, most);
+    if (!heads.empty() && (query_heads != most.query_heads || std::ssize(heads) % query_heads != 0 ||
+                           std::ssize(heads) / query_heads < most.layers))
+      fail(" lists " + text(heads.size()) + " query heads, " + text(query_heads) +
+           " a layer; needed are those of all layers of the model, of which " + text(most.layers) +
+           " forget, with " + text(most.query_heads) + " query heads each");
+    if (budgets.empty()) return;
+    if (std::ssize(budgets) < most.layers)
+      fail(" has budgets of " + text(budgets.size()) +
+           " layers; needed are those of all layers of the model, of which " + text(most.layers) + " forget");
+    std::int64_t sum = 0;
+    for (int layer = 0; layer < most.layers; ++layer) {
+      const int of = budget_of(most.budget, layer, most.layers);
+      if (of <= window)
+        fail(" gives a layer a budget of " + text(of) + " tokens; give each more than the window of " +
+             text(window));
+      sum += of;
+    }
+    if (sum > std::int64_t{most.layers} * most.budget)
+      fail(" gives layers " + text(sum) + " tokens together, and a budget of " + text(most.budget) + " is " +
+           text(std::int64_t{most.layers} * most.budget) + " for " + text(most.layers) +
+           "; give less, or raise the budget");
+  }
+
+ private:
+  /// A layer that forgets among the model's `all`, of which the last `layers` do.
+  static std::int64_t layer_in(std::int64_t all, int layer, int layers) { return all - layers + layer; }
+  int budget_of(int budget, int layer, int layers) const {
+    return budgets.empty() ? budget : budgets[to_size(layer_in(std::ssize(budgets), layer, layers))];
+  }
+};
+static_assert(eviction_policy<compress_kv>);
 
 /// CAKE (arXiv 2503.12491): layers have budgets by how far their attention is spread over tokens and how much
 /// it shifts from row to row, and tokens stay by the mean and `gamma` times the variance of the shares that

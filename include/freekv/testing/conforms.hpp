@@ -93,6 +93,9 @@ std::vector<std::string> conforms(const eviction_definition& definition, const P
                 "and one that allocates gives budgets over all");
   static_assert(!cuts_blocks<Policy>,
                 "conforms takes an eviction whose prompts are exact: its definition has no blocks");
+  static_assert(!freekv::detail::votes_for_layer<Policy>,
+                "conforms takes an eviction whose KV heads observe their own group: what others of the layer "
+                "see is not in its definition");
   static_assert(
       !demotes<Policy>,
       "conforms takes an eviction whose tokens stay as they are: what becomes of one that is coded is "

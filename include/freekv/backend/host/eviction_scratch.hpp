@@ -7,6 +7,7 @@
 #include <freekv/backend/host/merge_tokens.hpp>
 #include <freekv/core/element.hpp>
 #include <freekv/core/log_sum_exp.hpp>
+#include <freekv/core/shape.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/policies/any_of.hpp>
 #include <freekv/policies/eviction.hpp>
@@ -14,10 +15,12 @@
 
 namespace freekv::host {
 
-/// Rows of numbers that an observed row's group of query heads has.
+/// Rows of numbers that an observed row's group of query heads has, or its layer's where they vote.
 template <class Eviction>
-int numbers_of_row(const Eviction& eviction, int group) {
-  return eviction.group() == group_rule::each ? group : 1;
+int numbers_of_row(const Eviction& eviction, const eviction_moment& at, const head_counts& heads) {
+  if constexpr (freekv::detail::votes_for_layer<Eviction>)
+    return freekv::detail::voters_of(eviction, at, heads.query);
+  return eviction.group() == group_rule::each ? heads.group() : 1;
 }
 
 /// Sizes that scratch depends on.
@@ -44,7 +47,11 @@ struct eviction_sizes {
       sizes.most = longest + eviction.unit_tokens();
       if (observes<E> || sizes.merges) sizes.units = sizes.most;
       if constexpr (observes<E>)
-        sizes.observed = std::int64_t{eviction.observed_rows()} * numbers_of_row(eviction, sizes.group);
+        for (int layer = s.complete_layers(); layer < s.model.layers; ++layer)
+          sizes.observed = std::max(sizes.observed,
+                                    std::int64_t{eviction.observed_rows()} *
+                                        numbers_of_row(eviction, s.moment(layer),
+                                                       head_counts{s.model.query_heads, s.model.kv_heads}));
       if constexpr (freekv::merges<E>) sizes.merges_by_shares = eviction.merge_by() == merge_rule::by_shares;
       if constexpr (hooks_of<E>::has(hook::sees_keys)) sizes.sees_keys = eviction.sees_keys();
       sizes.rates = freekv::rates<E>;

@@ -208,7 +208,7 @@ class head_eviction : public head_observer<Shape> {
     if constexpr (observes<Eviction>) {
       if constexpr (demotes<Eviction>) {
         if (s.keeps_decoded) demote(eviction, s, entry, head, at, w);
-      } else {
+      } else if constexpr (!freekv::detail::votes_for_layer<Eviction>) {
         if (s.keeps_decoded && tokens > eviction.kept(at)) compact(eviction, s, entry, head, at, query, w);
       }
     } else {

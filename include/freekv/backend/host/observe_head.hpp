@@ -40,10 +40,14 @@ class head_observer {
   /// A KV head's group attends to the first `tokens` rows of a slice.
   void attend_rows(const state& s, const float* queries, const head_slice<const element>& slice, int tokens,
                    const attention_part& part, const scratch& w, const float* log_weights = nullptr) const {
-    const int group = s.heads.group();
-    begin_attention<d>(instructions_, queries, s.scale, group, w.query, part);
-    attend_slice<d, element>(instructions_, {w.query, group, d}, slice, tokens, part, w.rows, 0.0f, nullptr,
-                             log_weights);
+    attend_rows(s, {queries, s.heads.group(), d}, slice, tokens, part, w, log_weights);
+  }
+  /// Some of its query heads, which lie one behind the other, do.
+  void attend_rows(const state& s, const group_query& of, const head_slice<const element>& slice, int tokens,
+                   const attention_part& part, const scratch& w, const float* log_weights = nullptr) const {
+    begin_attention<d>(instructions_, of.data, s.scale, of.group, w.query, part);
+    attend_slice<d, element>(instructions_, {w.query, of.group, d}, slice, tokens, part, w.rows, 0.0f,
+                             nullptr, log_weights);
   }
 
   /// A KV head's group attends to its coded tokens, decoded a block at a time, behind the `whole` ones that
@@ -116,13 +120,25 @@ class head_observer {
   observed_units see(const Eviction& eviction, const state& s, const eviction_entry& entry,
                      const head_slice<element>& slice, const float* log_weights, int units,
                      const eviction_moment& at, const scratch& w, [[maybe_unused]] int coded = 0) const {
-    const int group = s.heads.group(), heads = numbers_of_row(eviction, group);
+    const int group = s.heads.group(), heads = numbers_of_row(eviction, at, s.heads);
     const observed_range rows = observed_rows(s, entry, at);
     const observed_units seen{units,         w.tokens, rows.count() * heads, heads, w.numbers,
                               w.transformed, w.counts, w.unit_keys,          d,     score_stride_};
     if (sees_keys_) load_keys(slice, w.order, units, w.unit_keys);
     for (int row = rows.first; row < rows.end; ++row) {
       const attention_part part{w.log_sum, nullptr, w.scores, score_stride_};
+      if constexpr (freekv::detail::votes_for_layer<Eviction>) {
+        float* to = seen.row((row - rows.first) * heads);
+        for (int head = 0; head < s.heads.query; ++head) {
+          if (!eviction.votes(at, head)) continue;
+          const float* const query = s.kept_query(entry, row, head / group) + head % group * d;
+          attend_rows(s, {query, 1, d}, as_const(s.prompt_slice(entry, head / group)), units, part, w);
+          put_in_order(w, w.scores, units, row, to);
+          make_shares(to, units);
+          to += score_stride_;
+        }
+        continue;
+      }
       attend_rows(s, s.kept_query(entry, row, at.head), as_const(slice), units - coded, part, w, log_weights);
       if constexpr (demotes<Eviction>)
         attend_coded(eviction, s, entry.sequence, at.head, units - coded, coded, part, w);
