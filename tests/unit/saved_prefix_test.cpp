@@ -262,7 +262,7 @@ TEST_CASE("and with codecs, codebooks, pinned units, layouts and kinds by head",
     if (d.below(2) == 0) s.capacity.store_file = {.path = "/tmp", .direct = d.below(2) == 0};
     expect_same<rich_pipeline>(s, seed, d);
   }
-  CHECK(codecs.size() == 4);
+  CHECK(codecs.size() == 5);
   CHECK(summaries.size() == 3);
 }
 
