@@ -48,7 +48,9 @@ std::size_t learnt_bytes_of(const contender& c, const prepared_prompt& prompt) {
   const subspace_basis basis = basis_of(c, prompt);
   const key_codebooks codebooks = codebooks_of(c, prompt);
   const subspace_basis factors = factors_of(c, prompt);
-  return (basis.data != nullptr ? bytes(basis) : 0) + (factors.data != nullptr ? bytes(factors) : 0) +
+  const auto channels = prompt.channels.find(c.name);
+  return (channels != prompt.channels.end() ? channels->second.size() : 0) +
+         (basis.data != nullptr ? bytes(basis) : 0) + (factors.data != nullptr ? bytes(factors) : 0) +
          (codebooks.data != nullptr ? bytes(codebooks) : 0);
 }
 
@@ -79,6 +81,8 @@ pipeline_options options_of(const contender& c, const common_settings& s, const 
   o.factors = factors_of(c, prompt);
   if (const auto found = prompt.temperatures.find(c.name); found != prompt.temperatures.end())
     o.temperatures = {found->second.data(), shape.layers, shape.kv_heads};
+  if (const auto found = prompt.channels.find(c.name); found != prompt.channels.end())
+    o.channels = {found->second.data(), shape.layers, shape.kv_heads, shape.head_dim};
   if (shape.rotary) o.rotary = shape.rotary->view();
   o.head_kinds = c.head_kinds;
   o.voters = c.voters;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
@@ -61,6 +62,8 @@ struct prepared_prompt {
   const learnt_keys& other;
   /// Of contenders that need them, by name: (layers, kv_heads).
   std::map<std::string, std::vector<float>> temperatures{};
+  /// The same: (layers, kv_heads, head_dim / 8).
+  std::map<std::string, std::vector<std::uint8_t>> channels{};
 };
 
 /// The contender's basis, factors and codebooks, which `prompt` keeps; empty for one that has none.

@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 QUALITY = "quality"
 PAIRED_WITH = "quest"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
-           "fasa", "clusterkv", "magicpig", "shadowkv", "h2o", "mikv", "q_hitter", "tova", "snapkv", "dapq",
+           "fasa", "clusterkv", "magicpig", "shadowkv", "think", "h2o", "mikv", "q_hitter", "tova", "snapkv", "dapq",
            "epi_cache", "raas", "pyramid_kv", "lazy_eviction", "hard_kv", "defensive_kv", "layer_defensive_kv",
            "compress_kv", "cake", "r_kv", "arkv_origin", "arkv", "arkv_split", "d2o", "exact_merge", "hard_kv_merge",
            "hard_kv_pairs", "kv_merger", "razor_attention_compensated", "freekv", "freekv_long_inputs",

@@ -223,7 +223,7 @@ job::job(const arguments& wanted)
                [](const contender& c) { return !c.deep; });
   place_.queries = std::any_of(contenders_.begin(), contenders_.end(), [](const contender& c) {
     return c.method.evicts() || c.method.basis_of_pairs || c.method.needs_temperatures() ||
-           c.method.completes();
+           c.method.needs_channels() || c.method.completes();
   });
   if (std::any_of(contenders_.begin(), contenders_.end(),
                   [](const contender& c) { return c.method.takes_probes(); }))
@@ -264,6 +264,8 @@ prepared_prompt job::prepare(std::span<const llama_token> tokens, const std::str
   prompt_cache kv(model_, tokens, at, progress());
   learnt_keys own = learn(kv, basis_source::prompt);
   prepared_prompt prompt{std::move(kv), std::move(own), learnt_from_text(other_text)};
+  for (const contender& c : contenders_)
+    if (c.method.needs_channels()) prompt.channels.emplace(c.name, prompt.kv.learn_channels(c.method));
   for (const contender& c : contenders_)
     if (c.method.needs_temperatures() && fits(c, options_.common))
       prompt.temperatures.emplace(c.name, prompt.kv.learn_temperatures(options_of(

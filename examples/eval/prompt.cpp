@@ -262,6 +262,18 @@ std::vector<float> prompt_cache::learn_temperatures(const pipeline_options& opti
   return all;
 }
 
+std::vector<std::uint8_t> prompt_cache::learn_channels(const method_spec& method) const {
+  const std::size_t of_layer = to_size(shape_.kv_heads * shape_.head_dim / 8);
+  std::vector<std::uint8_t> all(to_size(shape_.layers) * of_layer);
+  const int rows = std::min(tokens_, rows_that_choose_channels);
+  for (int layer = 0; layer < shape_.layers; ++layer)
+    choose_key_channels({shape_.query_heads, shape_.kv_heads}, shape_.head_dim,
+                        key_channels{method.pruned}.kept(shape_.head_dim), float_keys(layer),
+                        last_queries(layer, rows, "channels of keys"),
+                        std::span(all).subspan(to_size(layer) * of_layer, of_layer));
+  return all;
+}
+
 key_basis prompt_cache::learn_factors(int rank) const {
   key_basis factors(shape_.layers, shape_.kv_heads, std::min(rank, shape_.kv_heads * shape_.head_dim),
                     shape_.head_dim);

@@ -64,6 +64,9 @@ class prompt_cache {
   codebook_set learn_codebooks(const codebook_sizes& sizes, const progress_function& progress) const;
   /// Temperatures of a method that needs them, (layers, kv_heads). Throws usage_error if no queries are kept.
   std::vector<float> learn_temperatures(const pipeline_options& options) const;
+  /// Lists of a method that needs channels, (layers, kv_heads, head_dim / 8), by this prompt's keys and its
+  /// last queries. Throws usage_error if none of these are kept.
+  std::vector<std::uint8_t> learn_channels(const method_spec& method) const;
 
  private:
   /// Queries of the prompt's last `rows` rows as float. `what` chooses by them; throws usage_error if none

@@ -37,6 +37,7 @@ struct method_spec {
   int codes = 6;                    ///< of key_codes, bytes a token
   int times = 4;                    ///< of coarse_to_fine: pages kept, in selected pages
   int key_rank = 0;  ///< of low_rank_keys; at most as many as a token's keys have numbers; 0: a share
+  float pruned = 0.4f;  ///< of key_channels: share of a key's channels that is not kept
   int unit = 0;      ///< tokens that are selected together; 0: a page's
   std::string pooling = "mean_softmax";
   float selection_scale = 0.0f;  ///< of the scores that units are selected by; 0: attention's
@@ -97,6 +98,7 @@ struct method_spec {
   bool needs_temperatures() const { return retrieves() && selection == top_p::name && calibrated; }
   bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
   bool needs_factors() const { return plan != "complete" && !evicts() && codec == "low_rank_keys"; }
+  bool needs_channels() const { return plan != "complete" && !evicts() && codec == key_channels::name; }
   int unit_tokens(int page) const { return unit == 0 ? page : unit; }
   /// Coefficients that a token's keys, of so many numbers, are rebuilt from: without a number of them
   /// ShadowKV's share, 160 of 1024.
@@ -113,6 +115,7 @@ struct method_data {
   subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
   head_temperatures temperatures{};      ///< of top_p; the caller keeps their memory
+  channel_lists channels{};              ///< of key_channels; the caller keeps their memory
   /// Of a method that needs_head_list(): (layers, kv_heads); the caller keeps their memory.
   std::span<const layer_kind> head_kinds{};
   int kv_heads = 1;
@@ -174,6 +177,12 @@ template <>
 struct policy_maker<low_rank_keys<dynamic>> {
   static low_rank_keys<dynamic> from(const method_spec&, const method_data& data) {
     return {{data.factors.rank}, data.factors, data.rotary};
+  }
+};
+template <>
+struct policy_maker<key_channels> {
+  static key_channels from(const method_spec& m, const method_data& data) {
+    return {m.pruned, data.channels};
   }
 };
 template <>
@@ -292,7 +301,7 @@ using correction_list = policy_list<cosine_drift, mass_deficit, always, never, e
 using completion_list = policy_list<no_completion, page_values>;
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
-                               int8_channel, int4_channel, low_rank_keys<dynamic>>;
+                               int8_channel, int4_channel, low_rank_keys<dynamic>, key_channels>;
 using eviction_list =
     policy_list<h2o, mikv, q_hitter, tova, snapkv, dapq, epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv,
                 defensive_kv, layer_defensive_kv, compress_kv, cake, r_kv, arkv_origin, arkv, arkv_split, d2o,

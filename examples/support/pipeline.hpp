@@ -49,6 +49,7 @@ struct pipeline_options {
   subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
   head_temperatures temperatures{};      ///< of top_p; the caller keeps their memory
+  channel_lists channels{};              ///< of key_channels; the caller keeps their memory
   std::vector<layer_kind> head_kinds{};  ///< of a method that needs_head_list(): (layers, kv_heads)
   std::vector<std::uint8_t> voters{};    ///< of a method that takes_voters(): (layers, query_heads), or none
 };
@@ -144,8 +145,8 @@ std::optional<file_store_options> store_file_of(const pipeline_options& options)
 /// Throws choice_error or freekv::error. `backend` outlives the pipeline.
 std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend);
 
-/// Rows of a prompt, its last, whose queries temperatures are found by.
-inline constexpr int rows_that_calibrate = 16;
+/// Rows of a prompt, its last, whose queries temperatures are found by, and channels are chosen by.
+inline constexpr int rows_that_calibrate = 16, rows_that_choose_channels = 32;
 
 /// Finds the temperatures of a layer's KV heads for a method that needs them, (kv_heads): `calibrate_top_p`,
 /// of the keys of a prompt, (tokens, kv_heads, head_dim), and the queries of its last rows, (rows,

@@ -60,7 +60,8 @@ class pipeline_of_shape final : public pipeline {
   }
 
   static typename implementation::settings settings(const pipeline_options& o) {
-    method_data data{o.basis, o.codebooks, o.factors, o.rotary, o.temperatures, o.head_kinds, o.kv_heads};
+    method_data data{o.basis,        o.codebooks, o.factors,    o.rotary,
+                     o.temperatures, o.channels,  o.head_kinds, o.kv_heads};
     data.sliding_layers = o.sliding_layers;
     auto s = settings_of_options<typename implementation::settings>(o, data);
     s.summary = find_by_name("summary", summaries, o.method.summary).make(o.method, data);

@@ -44,6 +44,7 @@ template <int Steps>
 void give(method_spec& m, const every_n_steps<Steps>& p) {
   m.every = p.steps;
 }
+void give(method_spec& m, const key_channels& p) { m.pruned = p.pruned; }
 void give(method_spec& m, const top_p& p) { m.top_p = p.p; }
 void give(method_spec& m, const sticky_top_k& p) { m.bonus = p.bonus; }
 void give(method_spec& m, const cosine_drift& p) { m.tau = p.tau; }

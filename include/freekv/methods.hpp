@@ -151,6 +151,18 @@ struct shadowkv : named_policies<unit<8>, mean, max_softmax, pin_outliers<48>, a
       "chunks of 8 by their mean keys, outliers pinned; keys rebuilt from coefficients";
   static constexpr std::string_view published = "arXiv 2410.21465";
 };
+/// ThinK (arXiv 2407.21018): freekv over keys of which 0.4 of the channels are not kept, those that tell
+/// least for the prompt's last rows; which are is given in `codec`, as `choose_key_channels` finds them.
+/// Unlike in the paper, where thinner keys are all that attention has of a full cache or of what an eviction
+/// keeps, pages are summarised by their whole keys and selected as freekv does; beside freekv it shows what
+/// the pruning does. A group of query heads has one list, and keys of sink, window and decoded tokens are
+/// thinned too, once their page is complete.
+struct think : named_policies<min_max, cosine_drift, key_channels> {
+  static constexpr std::string_view name = "think";
+  static constexpr std::string_view about =
+      "freekv over keys without the channels that tell least for queries";
+  static constexpr std::string_view published = "arXiv 2407.21018";
+};
 /// RazorAttention (arXiv 2407.15891): some heads keep everything, the others sink and window; without its
 /// compensation token, which razor_attention_compensated has. Which heads is the plan's `kinds`.
 struct razor_attention : named_policies<by_head> {
@@ -501,17 +513,16 @@ struct given_worths : named_eviction<freekv::given_worths> {
 template <class... Methods>
 struct method_list {};
 /// All of the above.
-using all =
-    method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
-                infinigen, fasa, clusterkv, magicpig, shadowkv, razor_attention, duo_attention, freekv_paper,
-                freekv_long_inputs, freekv_never, freekv_top_p, freekv_calibrated_top_p, freekv_per_layer,
-                freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never,
-                freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
-                freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
-                freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, mikv, q_hitter, tova,
-                snapkv, dapq, epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv,
-                layer_defensive_kv, compress_kv, cake, r_kv, arkv_origin, arkv, arkv_split, d2o, exact_merge,
-                hard_kv_merge, hard_kv_pairs, kv_merger, razor_attention_compensated, trim_kv, given_worths>;
+using all = method_list<
+    full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight, infinigen, fasa,
+    clusterkv, magicpig, shadowkv, think, razor_attention, duo_attention, freekv_paper, freekv_long_inputs,
+    freekv_never, freekv_top_p, freekv_calibrated_top_p, freekv_per_layer, freekv_chunk_means,
+    freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit,
+    freekv_key_codes, freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
+    freekv_key_codes_units, freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, mikv, q_hitter,
+    tova, snapkv, dapq, epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, layer_defensive_kv,
+    compress_kv, cake, r_kv, arkv_origin, arkv, arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs,
+    kv_merger, razor_attention_compensated, trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

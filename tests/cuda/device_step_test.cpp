@@ -73,6 +73,7 @@ void take_what_devices_have(random_case& c, made_of what) {
   o.codebooks.head_dim = o.head_dim;
   if (m.summary == "key_codes") c.codebook_data = random_codebooks(d, o.codebooks);
   give_factors(c, d.between(1, 24));
+  give_channels(c);
 }
 
 /// More layers that are alike; of a case whose policies have no data of layers.
@@ -277,6 +278,7 @@ bool same_bits_in_any_batch(std::uint64_t seed, made_of what) {
   o.layers = seed % 2 == 0 ? 1 : 3;
   o.complete_layers = o.layers / 2;
   give_factors(c, o.factors.rank);
+  give_channels(c);
   o.sink_logits.clear();
   o.in_place = false;
   o.copy_engines = false;

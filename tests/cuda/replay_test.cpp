@@ -176,6 +176,7 @@ int main() {
   r.compare(with(halves, {"--pinning", "pin_outliers", "--pinned", "3", "--rows", "per_query_head"}));
   r.compare(with(halves, {"--codec", "int4_channel"}));
   r.compare(with(halves, {"--codec", "fp8", "--route", "in_place"}));
+  r.compare(with(halves, {"--variant", "think", "--pruned", "0.6"}));
   r.compare(with(halves, {"--codec", "low_rank_keys", "--key-rank", "100", "--rope-base", "10000",
                           "--rope-pairs", "halves", "--unit", "8"}));
   r.compare(with(wide, {}));

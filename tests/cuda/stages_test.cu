@@ -168,6 +168,29 @@ void codec_lanes(report& checks, random_numbers& random, const Codec& codec, boo
   if (!infinite) checks.equal(what + ": stored bytes", stored);  // a NaN has many encodings
   checks.equal(what + ": read back", back);
 }
+/// The codec of one slice, with its bytes.
+struct thin_slices : key_channels::slice_codec {
+  static constexpr std::string_view name = key_channels::name;
+  std::size_t bytes(kv_extent page, std::size_t element_bytes) const {
+    return policy.bytes(page, element_bytes);
+  }
+};
+template <int HeadDim, class Element>
+void channels_by_lanes(report& checks, random_numbers& random, bool infinite) {
+  const float pruned = infinite ? 0.4f : 0.7f;
+  const int kept = key_channels{pruned}.kept(HeadDim);
+  pinned<std::uint8_t> lists(2 * HeadDim / 8);  // of two heads, of which the second is used
+  for (std::uint8_t& byte : lists) byte = 0;
+  for (int left = kept; left > 0;) {
+    const int at = HeadDim + random.below(HeadDim), bit = 1 << at % 8;
+    std::uint8_t& byte = lists[to_size(at / 8)];
+    if ((byte & bit) == 0) --left;
+    byte = static_cast<std::uint8_t>(byte | bit);
+  }
+  const key_channels codec{pruned, {lists.data(), 1, 2, HeadDim}};
+  codec_lanes<HeadDim, Element>(checks, random, thin_slices{codec.at({.head = 1, .kv_heads = 2})}, infinite);
+}
+
 template <int HeadDim, class Element>
 void codecs_by_lanes(report& checks, random_numbers& random) {
   for (const bool infinite : std::array{false, true}) {
@@ -175,6 +198,7 @@ void codecs_by_lanes(report& checks, random_numbers& random) {
     codec_lanes<HeadDim, Element>(checks, random, int8_token{}, infinite);
     codec_lanes<HeadDim, Element>(checks, random, int8_channel{}, infinite);
     codec_lanes<HeadDim, Element>(checks, random, int4_channel{}, infinite);
+    channels_by_lanes<HeadDim, Element>(checks, random, infinite);
   }
 }
 

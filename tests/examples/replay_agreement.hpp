@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "../oracle/channels.hpp"
 #include "replay_case.hpp"
 
 namespace tests {
@@ -54,6 +55,8 @@ inline long slice_bytes(const freekv::examples::pipeline_options& o, long elemen
   const std::string& codec = o.method.codec;
   const long p = o.store_file.empty() ? o.method.unit_tokens(o.page) : o.page, d = o.head_dim;
   if (codec == "low_rank_keys") return p * d * element + (p + 31) / 32 * 4;  // values, and a bit for each key
+  if (codec == "key_channels")
+    return p * (freekv::key_channels{o.method.pruned}.kept(o.head_dim) + d) * element;
   if (codec == "bf16" || codec == "f16") return 2 * p * d * 2;
   if (codec == "fp8") return 2 * p * d;
   const long codes = codec.starts_with("int8") ? 2 * p * d : p * d;
@@ -132,6 +135,7 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   is_if(!o.in_place, "layout", o.layout);
   is_if(c.retrieves() && o.method.pinning == "pin_outliers", "pinned", o.method.pinned);
   is_if(o.method.needs_factors(), "key_rank", o.method.key_rank);
+  is_if(o.method.needs_channels(), "pruned", std::stod(c.pruned));
   is_if(c.retrieves() && o.method.unit != 0, "unit", o.method.unit);
   is_if(c.retrieves() && !o.in_place, "spare", o.method.spare);
   is_if(c.retrieves() && !o.in_place, "residency", o.method.residency);
@@ -159,6 +163,29 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   const double seconds = s.at("seconds_per_step"), full = s.at("full_attention_seconds_per_step");
   if (!(seconds > 0 && full > 0)) throw disagreement{"JSON: a step takes no time"};
   near(s.at("time_over_full_attention"), seconds / full, 1e-6 * seconds / full, "ratio of times");
+}
+
+/// Lists of channels that the oracle keeps, of a prompt's keys and last queries.
+inline void choose_channels(random_case& c, std::span<const float> keys, std::span<const float> queries) {
+  const auto& o = c.options;
+  const int kept = freekv::key_channels{o.method.pruned}.kept(o.head_dim), group = o.query_heads / o.kv_heads;
+  const auto rows_of = [&](std::span<const float> from, int heads, int first, int of) {
+    std::vector<std::vector<double>> rows;
+    for (std::size_t row = 0; row < from.size(); row += to_size(heads * o.head_dim))
+      for (int head = first; head < first + of; ++head) {
+        const auto numbers = from.subspan(row + to_size(head * o.head_dim), to_size(o.head_dim));
+        rows.emplace_back(numbers.begin(), numbers.end());
+      }
+    return rows;
+  };
+  std::fill(c.channel_data.begin(), c.channel_data.end(), std::uint8_t{0});
+  for (int head = 0; head < o.kv_heads; ++head) {
+    const auto list = oracle::kept_channels(rows_of(queries, o.query_heads, head * group, group),
+                                            rows_of(keys, o.kv_heads, head, 1), o.head_dim, kept);
+    for (std::size_t i = 0; i < list.size(); ++i)
+      if (auto& byte = c.channel_data[to_size(head * o.head_dim) / 8 + i / 8]; list[i])
+        byte = static_cast<std::uint8_t>(byte | 1 << i % 8);
+  }
 }
 
 /// Every page in one of the rows, ascending.
@@ -206,6 +233,10 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
     freekv::examples::calibrate(c.layer.with_basis(), 0, prompt_keys,
                                 rows_of(c.q, c.layer.prompt - rows, rows, heads * group * d),
                                 c.layer.temperature_data);
+  }
+  if (o.method.needs_channels()) {
+    const int rows = std::min(c.layer.prompt, freekv::examples::rows_that_choose_channels);
+    choose_channels(c.layer, prompt_keys, rows_of(c.q, c.layer.prompt - rows, rows, heads * group * d));
   }
   oracle::decoder expected(oracle_settings(c.layer));
   oracle::settings given_rows = expected.config();

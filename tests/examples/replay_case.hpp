@@ -48,6 +48,8 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"shadowkv",
        {"retrieval", "mean", "always", "max_softmax", "top_k", false, "per_kv_head", 8, "pin_outliers",
         "low_rank_keys"}},
+      {"think",
+       {.plan = "retrieval", .summary = "min_max", .correction = "cosine_drift", .codec = "key_channels"}},
       {"razor_attention", {"by_head", "min_max", "cosine_drift"}},
       {"duo_attention", {"by_head", "min_max", "cosine_drift"}},
       {"freekv", {"retrieval", "min_max", "cosine_drift"}},
@@ -85,7 +87,7 @@ struct replay_case {
   std::optional<std::string> pinning, codec;                                 // the same
   std::string query_dtype = "F32", dtype = "F32";  // in the file, of q, and of k and v
   std::string dtype_flag = "stored";
-  std::string tau = "0.9", top_p = "0.95", bonus = "0.7", delta = "0.2";  // as text
+  std::string tau = "0.9", top_p = "0.95", bonus = "0.7", delta = "0.2", pruned = "0.4";  // as text
   std::string scale, selection_scale;                                     // none: the default
   int threads = 1;
   int basis_layers = 0, basis_layer = 0;  // 0 layers: the basis is learnt from the prompt
@@ -122,6 +124,8 @@ struct replay_case {
     return retrieves() &&
            (chosen == "key_subspace" || chosen == "key_clusters" || chosen == "key_signatures");
   }
+  /// Whether the variant's own codec gives back other keys than it was given.
+  bool codec_loses() const { return variants_of_contract().at(variant).codec != "identity"; }
   /// The type in which keys and values are kept.
   std::string kept_dtype() const {
     return dtype_flag == "f32" ? "F32" : dtype_flag == "f16" ? "F16" : dtype_flag == "bf16" ? "BF16" : dtype;
@@ -211,6 +215,7 @@ inline void fill_trace(replay_case& c) {
   o.method.top_p = std::stof(c.top_p);
   o.method.bonus = std::stof(c.bonus);
   o.method.delta = std::stof(c.delta);
+  o.method.pruned = std::stof(c.pruned);
   if (o.method.summary == "key_sketch" && o.method.bits != 1 && o.method.bits != 4) o.method.bits = 2;
   if (o.method.summary == "key_subspace" && o.method.bits == 1) o.method.bits = 3;
   if (c.slides) {
@@ -260,6 +265,9 @@ inline void fill_trace(replay_case& c) {
   }
   learn_codebooks(c);
   learn_factors(c);
+  c.layer.channel_data.resize(
+      to_size(o.kv_heads * o.head_dim / 8));  // chosen by the prompt, when it is known
+  o.channels = {nullptr, 1, o.kv_heads, o.head_dim};
 }
 
 inline const std::vector<std::string>& all_dtypes() {
@@ -285,6 +293,7 @@ inline replay_case random_replay(std::uint64_t seed) {
   c.bonus = d.one_of<std::string>({"0", "0.1", "0.7", "3"});
   c.delta = d.one_of<std::string>({"0", "0.05", "0.2", "0.5"});
   c.calibrated = dice(seed + 10).below(2) == 0;
+  c.pruned = dice(seed + 12).one_of<std::string>({"0", "0.3", "0.4", "0.75"});
   o.page = d.one_of({8, 8, 16, 16, 24, 32});
   o.kv_heads = d.one_of({1, 1, 2, 3});
   o.query_heads = o.kv_heads * (o.kv_heads == 1 ? d.between(1, 16) : d.one_of({1, 2, 3, 4}));
@@ -446,6 +455,7 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (c.codec) flag("codec", *c.codec);
   if (c.pinning) flag("pinning", *c.pinning);
   if (o.method.pinned != usual.pinned) flag("pinned", o.method.pinned);
+  if (o.method.needs_channels()) flag("pruned", c.pruned);
   if (o.method.needs_factors()) {
     if (c.k_pre.empty()) flag("rope-base", rope_base);
     flag("key-rank", o.method.key_rank);

@@ -173,6 +173,9 @@ TEST_CASE("unknown names are refused with the known ones", "[replay]") {
   r.refuse({"--pinning", "some"}, {"--pinning \"some\"", "no_pins, pin_outliers"});
   r.refuse({"--pinning", "pin_outliers", "--pinned", "-1"}, {"pin_outliers: -1 units"});
   r.refuse({"--pinning", "pin_outliers", "--rows", "per_layer"}, {"per_layer", "no_pins"});
+  r.refuse({"--variant", "think", "--pruned", "1"}, {"--pruned 1 is not a share from 0 to below 1"});
+  r.refuse({"--codec", "key_channels", "--pruned", "-0.1"}, {"--pruned -0.1"});
+  r.refuse({"--codec", "key_channels", "--pruned", "most"}, {"--pruned \"most\" is not a finite number"});
   r.refuse({"--codec", "int3"}, {"--codec \"int3\"", "identity", "fp8", "int4_channel"});
   r.refuse({"--codec", "int8_token", "--variant", "full"}, {"--codec", "full recalls nothing"});
   r.refuse({"--store-file", "/nowhere/at/all"}, {"store file /nowhere/at/all", "folder"});

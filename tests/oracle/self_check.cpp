@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "checks/by_hand.hpp"
+#include "checks/channels.hpp"
 #include "checks/coarse_to_fine.hpp"
 #include "checks/codec.hpp"
 #include "checks/correction.hpp"

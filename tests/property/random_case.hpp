@@ -36,6 +36,7 @@ struct random_case {
   std::vector<float> codebook_data;             // and options.codebooks here
   std::vector<float> factor_data, frequencies;  // and options.factors and options.rotary here
   std::vector<float> temperature_data;          // of top_p, where it has any
+  std::vector<std::uint8_t> channel_data;       // and options.channels here
   float turn = 0.3f;                            // how far a query turns in a step
   float outliers = 0.0f;                        // share of keys that are large
 
@@ -45,6 +46,7 @@ struct random_case {
     o.codebooks.data = codebook_data.data();
     o.factors.data = factor_data.data();
     o.rotary.frequencies = frequencies.data();
+    o.channels.data = channel_data.data();
     if (temperature_data.size() == static_cast<std::size_t>(o.layers * o.kv_heads) &&
         o.method.rows != "per_layer")
       o.temperatures = {temperature_data.data(), o.layers, o.kv_heads};
@@ -231,6 +233,23 @@ inline void give_factors(random_case& c, int rank) {
               d.one_of({freekv::rotary_pairs::halves, freekv::rotary_pairs::neighbours})};
 }
 
+/// For key_channels, as many channels of each head as a share of them says, drawn at random.
+inline void give_channels(random_case& c) {
+  auto& o = c.options;
+  dice d(c.seed + 12);
+  o.method.pruned = d.one_of({0.0f, 0.2f, 0.4f, 0.4f, 0.6f, 0.9f});
+  const int kept = freekv::key_channels{o.method.pruned}.kept(o.head_dim);
+  c.channel_data.assign(static_cast<std::size_t>(o.layers * o.kv_heads * o.head_dim / 8), 0);
+  for (int head = 0; head < o.layers * o.kv_heads; ++head)
+    for (int left = kept; left > 0;) {
+      const int at = d.below(o.head_dim), bit = 1 << at % 8;
+      auto& byte = c.channel_data[static_cast<std::size_t>((head * o.head_dim + at) / 8)];
+      if ((byte & bit) == 0) --left;
+      byte = static_cast<std::uint8_t>(byte | bit);
+    }
+  o.channels = {nullptr, o.layers, o.kv_heads, o.head_dim};
+}
+
 inline random_case make_case(std::uint64_t seed) {
   dice d(seed);
   random_case c;
@@ -301,6 +320,7 @@ inline random_case make_case(std::uint64_t seed) {
   if (d.below(4) == 0 && o.method.rows != "per_layer") o.method.pinning = "pin_outliers";
   o.method.pinned = d.one_of({0, 1, 2, 5, 48});
   give_factors(c, d.between(1, 24));
+  give_channels(c);
   dice more(seed + 9);
   for (int head = more.below(2) * o.kv_heads; head > 0; --head)
     c.temperature_data.push_back(more.one_of({0.25f, 0.7f, 1.0f, 1.6f, 5.0f}));
@@ -338,6 +358,7 @@ inline void give_heads(random_case& c, int kv_heads, int query_heads) {
   o.method.plan = "retrieval";
   give_basis(c, d, kv_heads);
   give_factors(c, o.factors.rank);
+  give_channels(c);
 }
 
 /// Each query head samples tokens by `bits` in each of `tables`, as `colliding` has it, of all else as it was

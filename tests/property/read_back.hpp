@@ -23,7 +23,7 @@ void read_back_as(const freekv::examples::pipeline_options& o, int page, rows_of
                   rows_of_heads& values) {
   using namespace freekv;
   constexpr auto n = [](int x) { return static_cast<std::size_t>(x); };
-  const examples::method_data data{.factors = o.factors, .rotary = o.rotary};
+  const examples::method_data data{.factors = o.factors, .rotary = o.rotary, .channels = o.channels};
   const auto chosen_codec =
       examples::find_by_name("codec", examples::codecs, o.method.codec).make(o.method, data);
   resolve(chosen_codec, [&](const auto& c) {

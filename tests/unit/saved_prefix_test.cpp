@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <freekv/storage/checked_stream.hpp>
@@ -39,12 +40,13 @@ using rich_pipeline = freekv::retrieval_pipeline<
                    freekv::coarse_to_fine<freekv::mean, freekv::key_subspace<8, 4>, 2>>,
     freekv::any_of<freekv::no_pins, freekv::pin_outliers<2>>,
     freekv::any_of<freekv::identity, freekv::cast<freekv::fp8_e4m3>, freekv::int4_channel,
-                   freekv::low_rank_keys<freekv::dynamic>>,
+                   freekv::low_rank_keys<freekv::dynamic>, freekv::key_channels>,
     freekv::by_head, freekv::any_of<freekv::resident, freekv::in_place>>;
 
 /// Data of rich_pipeline's policies: of 3 layers of 2 heads.
 struct rich_data {
   std::vector<float> books, basis, factors, frequencies;
+  std::vector<std::uint8_t> channels;
   explicit rich_data(std::uint64_t seed) {
     dice d(seed);
     const auto add = [](std::vector<float>& to, const std::vector<float>& more) {
@@ -56,6 +58,8 @@ struct rich_data {
       add(factors, random_factors(d, 2, 40, 64));
     }
     for (int pair = 0; pair < 20; ++pair) frequencies.push_back(d.uniform());
+    for (int byte = 0; byte < 3 * 2 * 64 / 8; ++byte)  // 32 of 64 channels
+      channels.push_back(d.one_of<std::uint8_t>({0x0f, 0x3c, 0xa5, 0x71, 0xe8}));
   }
   static freekv::key_codebooks form() { return {nullptr, 3, 2, 64, 4, 2, 4, 3}; }
   freekv::key_codes<4, 4> codes() const {
@@ -71,6 +75,7 @@ struct rich_data {
   freekv::low_rank_keys<freekv::dynamic> low_rank() const {
     return {{40}, {factors.data(), 3, 2, 40, 64}, {frequencies.data(), 20, freekv::rotary_pairs::halves}};
   }
+  freekv::key_channels thin() const { return {.pruned = 0.5f, .lists = {channels.data(), 3, 2, 64}}; }
 };
 const rich_data& data() {
   static const rich_data one(7);
@@ -95,7 +100,7 @@ rich_pipeline::settings random_rich_settings(dice& d) {
       s.unit = {{d.one_of({0, 4})}};
   }
   if (d.below(2) == 0) s.pinning = freekv::pin_outliers<2>{};
-  switch (d.below(4)) {
+  switch (d.below(5)) {
     case 0:
       s.codec = freekv::cast<freekv::fp8_e4m3>{};
       break;
@@ -104,6 +109,9 @@ rich_pipeline::settings random_rich_settings(dice& d) {
       break;
     case 2:
       s.codec = data().low_rank();
+      break;
+    case 3:
+      s.codec = data().thin();
       break;
     default:
       break;
@@ -254,7 +262,7 @@ TEST_CASE("and with codecs, codebooks, pinned units, layouts and kinds by head",
     if (d.below(2) == 0) s.capacity.store_file = {.path = "/tmp", .direct = d.below(2) == 0};
     expect_same<rich_pipeline>(s, seed, d);
   }
-  CHECK(codecs.size() == 4);
+  CHECK(codecs.size() == 5);
   CHECK(summaries.size() == 3);
 }
 
@@ -447,6 +455,26 @@ TEST_CASE("a file of any other length is refused", "[saved_prefix]") {
   CHECK(from.used.pipeline.free_pages() == free);
 }
 
+TEST_CASE("a prefix of thinner keys fits pipelines with the same lists of channels alone", "[saved_prefix]") {
+  const scratch_folder folder;
+  const std::string path = (folder / "prefix").string();
+  dice d(2);
+  auto s = random_rich_settings(d);
+  s.plan.kinds.assign(6, layer_kind::retrieval);
+  s.codec = data().thin();
+  one_sequence<rich_pipeline> first(s);
+  prompt_only(first.pipeline, first.id, text(s, 64, 40, 1), 40);
+  first.pipeline.save_prefix(first.pipeline.keep_prefix(first.id, 40), path, model);
+  one_sequence<rich_pipeline> same(s);
+  CHECK(same.pipeline.load_prefix(path, model).pages() > 0);
+  const rich_data others(8);
+  s.codec = others.thin();
+  one_sequence<rich_pipeline> loads(s);
+  check_mentions(refusal_of(loads.pipeline, path),
+                 {"is of \"codec key_channels(0.5) of data 0x",
+                  "and the pipeline of \"codec key_channels(0.5) of data 0x"});
+}
+
 TEST_CASE("what a prefix does not fit is said, with both values", "[saved_prefix]") {
   const scratch_folder folder;
   const std::string path = (folder / "prefix").string();
@@ -505,6 +533,8 @@ TEST_CASE("what a prefix does not fit is said, with both values", "[saved_prefix
         o.codec = codec;
       },
       "codec low_rank_keys(40) of data ", "codec low_rank_keys(40) of data ");
+  expect([](settings& o) { o.codec = data().thin(); }, "codec low_rank_keys(40) of data ",
+         "codec key_channels(0.5) of data 0x");
   expect([](settings& o) { o.summary = freekv::mean{}; }, "summary key_codes(4, 4) of data ",
          "summary mean\"");
   expect(

@@ -28,6 +28,7 @@ class device_data {
     take(options_.rotary.frequencies, to_size(options_.rotary.pairs));
     auto& temperatures = options_.temperatures;
     take(temperatures.data, to_size(temperatures.layers * temperatures.kv_heads));
+    take(options_.channels.data, options_.channels.bytes());
   }
   device_data(const device_data&) = delete;
   device_data& operator=(const device_data&) = delete;
@@ -40,7 +41,8 @@ class device_data {
             .codebooks = options_.codebooks,
             .factors = options_.factors,
             .rotary = options_.rotary,
-            .temperatures = options_.temperatures};
+            .temperatures = options_.temperatures,
+            .channels = options_.channels};
   }
   void fill() {
     for (const copy& one : copies_)
@@ -54,12 +56,13 @@ class device_data {
     const void* from;
     std::size_t bytes;
   };
-  void take(const float*& data, std::size_t count) {
+  template <class T>
+  void take(const T*& data, std::size_t count) {
     if (data == nullptr || count == 0) return;
-    copy one{nullptr, data, count * sizeof(float)};
+    copy one{nullptr, data, count * sizeof(T)};
     device::check(cudaMallocHost(&one.to, one.bytes), "cudaMallocHost");
     copies_.push_back(one);
-    data = static_cast<const float*>(one.to);
+    data = static_cast<const T*>(one.to);
   }
   pipeline_options options_;
   std::vector<copy> copies_;

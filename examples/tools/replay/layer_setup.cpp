@@ -126,6 +126,7 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
   if (o.method.needs_basis()) take_basis(o, t, file);
   if (o.method.needs_codebooks()) take_codebooks(o, t, file);
   if (o.method.needs_factors()) take_factors(o, t);
+  if (o.method.needs_channels()) take_channels(o, t);
   if (o.method.needs_temperatures()) {
     temperatures_.assign(to_size(t.kv_heads), 1.0f);
     options_.temperatures = {temperatures_.data(), 1, t.kv_heads};
@@ -149,6 +150,12 @@ void layer_setup::learn(const trace& t) {
     pipeline_options settled = options_;
     settled.max_tokens = std::max(1, t.tokens);
     calibrate(settled, 0, t.prompt_keys(), t.queries_of(t.prompt_len - rows, rows), temperatures_);
+  }
+  if (!channels_.empty()) {
+    const int rows = std::min(t.prompt_len, rows_that_choose_channels);
+    choose_key_channels({t.query_heads, t.kv_heads}, t.head_dim,
+                        key_channels{options_.method.pruned}.kept(t.head_dim), t.prompt_keys(),
+                        t.queries_of(t.prompt_len - rows, rows), channels_);
   }
   if (!factors_) return;
   const auto row = to_size(t.kv_heads * t.head_dim);
@@ -194,6 +201,14 @@ void layer_setup::take_factors(const replay_options& o, const trace_form& t) {
   factors_.emplace(1, t.kv_heads, o.method.key_rank_of(t.kv_heads * t.head_dim), t.head_dim);
   options_.factors = factors_->layer(0);
   options_.rotary = rotation_.view();
+}
+
+void layer_setup::take_channels(const replay_options& o, const trace_form& t) {
+  if (!(o.method.pruned >= 0.0f && o.method.pruned < 1.0f))
+    refuse("--pruned " + key_channels{o.method.pruned}.values() +
+           " is not a share from 0 to below 1; give one such as 0.4");
+  channels_.resize(to_size(t.kv_heads * t.head_dim / 8));
+  options_.channels = {channels_.data(), 1, t.kv_heads, t.head_dim};
 }
 
 void layer_setup::take_basis(const replay_options& o, const trace_form& t, const basis_file& file) {

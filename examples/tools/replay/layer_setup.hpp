@@ -1,6 +1,7 @@
 // What a method needs to replay a layer: its basis or codebooks, what its heads keep, its pipeline's options.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -46,12 +47,14 @@ class layer_setup {
  private:
   void take_basis(const replay_options& o, const trace_form& t, const basis_file& file);
   void take_factors(const replay_options& o, const trace_form& t);
+  void take_channels(const replay_options& o, const trace_form& t);
   void take_codebooks(const replay_options& o, const trace_form& t, const basis_file& file);
 
   std::optional<key_basis> basis_;
   rotary_pairs pairs_ = rotary_pairs::halves;  // that a basis of pairs has
   std::optional<codebook_set> codebooks_;
   std::vector<float> temperatures_;
+  std::vector<std::uint8_t> channels_;
   std::optional<key_basis> factors_;
   rotation rotation_;
   pipeline_options options_;

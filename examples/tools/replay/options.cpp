@@ -191,7 +191,7 @@ std::string footer() {
 struct policy_flags {
   std::optional<std::string> summary, pooling, selection, pinning, rows, correction, codec;
   std::optional<int> bits, unit;
-  std::optional<double> tau, top_p, bonus;
+  std::optional<double> tau, top_p, bonus, pruned;
   bool calibrated = false;
 };
 
@@ -241,6 +241,7 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
   m.tau = flags.tau ? nearest_float(*flags.tau) : variant.tau;
   m.top_p = flags.top_p ? nearest_float(*flags.top_p) : variant.top_p;
   m.bonus = flags.bonus ? nearest_float(*flags.bonus) : variant.bonus;
+  m.pruned = flags.pruned ? nearest_float(*flags.pruned) : variant.pruned;
   m.delta = nearest_float(o.delta);
   m.selection_scale = static_cast<float>(o.selection_scale);
   if ((m.plan == "complete" || m.evicts()) && (m.codec != method_spec{}.codec || o.store_file))
@@ -378,6 +379,12 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
                    "low_rank_keys: coefficients of a token's keys of all heads; at most as many as numbers; "
                    "0: ShadowKV's share of them, 160 of 1024");
   add.parsed(
+         "--pruned", [&](const std::string& text) { flags.pruned = finite("--pruned", text); },
+         "key_channels: share of a key's channels that is not kept; which they are is chosen by the prompt's "
+         "keys and the queries of its last 32 rows")
+      ->type_name("FLOAT")
+      ->default_str("0.4");
+  add.parsed(
          "--rope-base",
          [&](const std::string& text) {
            o.rope_base = finite("--rope-base", text);
@@ -452,6 +459,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   o.tau = flags.tau.value_or(decimal(o.method.tau));
   o.top_p = flags.top_p.value_or(decimal(o.method.top_p));
   o.bonus = flags.bonus.value_or(decimal(o.method.bonus));
+  o.pruned = flags.pruned.value_or(decimal(o.method.pruned));
   return o;
 }
 

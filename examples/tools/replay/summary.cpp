@@ -47,6 +47,7 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (o.soft_cap != 0) settings["soft_cap"] = o.soft_cap;
   if (m.codec != method_spec{}.codec) settings["codec"] = m.codec;
   if (m.needs_factors()) settings["key_rank"] = m.key_rank;
+  if (m.needs_channels()) settings["pruned"] = o.pruned;
   if (o.store_file) settings["store_file"] = *o.store_file;
   if (m.evicts()) settings["budget"] = std::int64_t{o.sink} + o.window + std::int64_t{o.k} * o.page;
   if (!m.retrieves()) return settings;

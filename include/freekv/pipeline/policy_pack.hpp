@@ -11,6 +11,7 @@
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/integer_codecs.hpp>
+#include <freekv/policies/key_channels.hpp>
 #include <freekv/policies/key_clusters.hpp>
 #include <freekv/policies/key_codes.hpp>
 #include <freekv/policies/key_signatures.hpp>
