@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 QUALITY = "quality"
 PAIRED_WITH = "quest"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
-           "fasa", "clusterkv", "magicpig", "shadowkv", "h2o", "mikv", "tova", "snapkv", "dapq", "raas", "pyramid_kv",
+           "fasa", "clusterkv", "magicpig", "mpcache", "shadowkv", "h2o", "mikv", "tova", "snapkv", "dapq", "raas", "pyramid_kv",
            "lazy_eviction", "hard_kv", "defensive_kv", "cake", "r_kv", "arkv_origin", "arkv", "arkv_split", "d2o", "exact_merge",
            "hard_kv_merge", "hard_kv_pairs", "razor_attention_compensated", "freekv", "freekv_long_inputs",
            "freekv_calibrated_top_p", "freekv_key_subspace", "freekv_key_codes", "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_units",
