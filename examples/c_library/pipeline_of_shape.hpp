@@ -187,6 +187,8 @@ void choose(Settings& s, const pipeline_request& request) {
   static_assert(
       std::is_same_v<typename pack::codec, identity>,
       "the C library has no methods with a codec that takes data: freekv_settings has no member for it");
+  static_assert(
+      !requires { Method::prompt_share; }, "the C library has no methods that thin prompts: no call does it");
   static_assert(!requires { Method::calibrated; },
                 "the C library has no methods that are calibrated: freekv_settings has no temperatures");
   given_values<Method> with{request};

@@ -25,10 +25,11 @@ HERE = Path(__file__).resolve().parent
 QUALITY = "quality"
 PAIRED_WITH = "quest"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
-           "fasa", "clusterkv", "magicpig", "shadowkv", "think", "h2o", "mikv", "q_hitter", "tova", "snapkv", "dapq",
-           "epi_cache", "raas", "pyramid_kv", "lazy_eviction", "hard_kv", "defensive_kv", "layer_defensive_kv",
-           "compress_kv", "cake", "r_kv", "arkv_origin", "arkv", "arkv_split", "d2o", "exact_merge", "hard_kv_merge",
-           "hard_kv_pairs", "kv_merger", "razor_attention_compensated", "freekv", "freekv_long_inputs",
+           "fasa", "clusterkv", "magicpig", "mpcache", "shadowkv", "think", "h2o", "mikv", "q_hitter", "tova",
+           "snapkv", "dapq", "epi_cache", "raas", "pyramid_kv", "lazy_eviction", "hard_kv", "defensive_kv",
+           "layer_defensive_kv", "compress_kv", "cake", "r_kv", "arkv_origin", "arkv", "arkv_split", "d2o",
+           "exact_merge", "hard_kv_merge", "hard_kv_pairs", "kv_merger", "razor_attention_compensated", "freekv",
+           "freekv_long_inputs",
            "freekv_calibrated_top_p", "freekv_key_subspace", "freekv_key_codes", "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_units",
            "freekv_key_codes_completed", "freekv_key_codes_units_completed"]
 OF_LISTED_HEADS = ["razor_attention", "razor_attention_compensated"]

@@ -223,7 +223,7 @@ job::job(const arguments& wanted)
                [](const contender& c) { return !c.deep; });
   place_.queries = std::any_of(contenders_.begin(), contenders_.end(), [](const contender& c) {
     return c.method.evicts() || c.method.basis_of_pairs || c.method.needs_temperatures() ||
-           c.method.needs_channels() || c.method.completes();
+           c.method.needs_channels() || c.method.completes() || c.method.thins();
   });
   if (std::any_of(contenders_.begin(), contenders_.end(),
                   [](const contender& c) { return c.method.takes_probes(); }))

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 INK, QUIET, GRID = "#1f2430", "#6b7280", "#e5e7eb"
-COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "freekv_long_inputs": "#93c5fd", "freekv_calibrated_top_p": "#1d4e89", "quest_mean_softmax": "#92400e", "arkvale": "#a16207", "twilight": "#57534e", "infinigen": "#0891b2", "fasa": "#0c4a6e", "clusterkv": "#15803d", "magicpig": "#be123c",
+COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "freekv_long_inputs": "#93c5fd", "freekv_calibrated_top_p": "#1d4e89", "quest_mean_softmax": "#92400e", "arkvale": "#a16207", "twilight": "#57534e", "infinigen": "#0891b2", "fasa": "#0c4a6e", "clusterkv": "#15803d", "magicpig": "#be123c", "mpcache": "#0d9488",
            "shadowkv": "#4f46e5", "think": "#b91c1c", "razor_attention": "#7c6f9f",
            "duo_attention": "#9f6f8f", "freekv": "#d97706", "freekv_chunk_means": "#5b8db8", "freekv_key_subspace": "#0f766e",
            "freekv_key_subspace_deficit": "#65a30d", "freekv_key_codes": "#be185d", "freekv_key_codes_deficit": "#7c3aed", "freekv_key_codes_sticky": "#db2777", "freekv_key_codes_units": "#e11d48", "freekv_key_codes_completed": "#a21caf", "freekv_key_codes_units_completed": "#6d28d9",
@@ -23,7 +23,7 @@ COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "f
            "trim_kv": "#155e75", "given_worths": "#7f1d1d"}
 LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLLM)", "quest": "Quest\nmin-max", "quest_mean_softmax": "FreeKV's pooling\nalways corrected",
           "arkvale": "ArkVale\ncentroid and box", "twilight": "Twilight\nmin-max, then 4 bits",
-          "infinigen": "InfiniGen\nsingle tokens", "fasa": "FASA\nrotary pairs", "clusterkv": "ClusterKV\nclusters of tokens", "magicpig": "MagicPIG\nsampled tokens", "shadowkv": "ShadowKV\nrebuilt keys", "think": "ThinK\nthinner keys",
+          "infinigen": "InfiniGen\nsingle tokens", "fasa": "FASA\nrotary pairs", "clusterkv": "ClusterKV\nclusters of tokens", "magicpig": "MagicPIG\nsampled tokens", "mpcache": "MPCache\nthinned prompt", "shadowkv": "ShadowKV\nrebuilt keys", "think": "ThinK\nthinner keys",
           "razor_attention": "RazorAttention", "duo_attention": "DuoAttention",
           "freekv": "FreeKV as published\nmin-max", "freekv_long_inputs": "FreeKV, tau 0.8\nmin-max", "freekv_calibrated_top_p": "FreeKV\ncalibrated top-p", "freekv_chunk_means": "FreeKV\nchunk means",
           "freekv_key_subspace": "FreeKV\nkey subspace",

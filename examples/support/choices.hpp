@@ -60,12 +60,15 @@ struct method_spec {
   std::string codec = "identity";  ///< of complete pages in the store
   std::string plan = "retrieval";  ///< or "complete", "window", "sliding", "by_head", "eviction"
   std::string eviction = "h2o";    ///< of plan "eviction"
+  float thin = 1.0f;               ///< share of a prompt that is kept, of methods that retrieve
   bool keeps_prompt = false;       ///< of raas
   int interval = 0;  ///< of methods that forget at times: decode rows between, of epi_cache tokens of a
                      ///< block; 0: the method's own, of epi_cache the budget
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
   bool evicts() const { return plan == "eviction"; }
+  /// Whether some of a prompt is evicted before the pipeline has it.
+  bool thins() const { return thin != 1.0f; }
   bool completes() const { return completion != no_completion::name; }
   /// Whether an engine says what tokens are worth: models without trained gates cannot.
   bool takes_worths() const;

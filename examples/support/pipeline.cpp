@@ -95,6 +95,23 @@ std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_ba
   return make(options, backend);
 }
 
+void check_thinning(const method_spec& m) {
+  if (!m.thins()) return;
+  if (!(m.thin > 0.0f && m.thin < 1.0f))
+    throw choice_error("prompts cannot be thinned to a share of " + freekv::detail::decimal(m.thin) +
+                       "; choose one above 0 and up to 1, which keeps them whole");
+  if (m.evicts())
+    throw choice_error("eviction " + m.eviction +
+                       " chooses by itself what stays of a prompt; thin prompts of what retrieves");
+  if (m.codec == low_rank_keys<>::name)
+    throw choice_error(
+        "codec low_rank_keys rotates keys by the numbers of their rows, and rows of a thinned prompt are not "
+        "numbered as its tokens; choose another codec, or keep prompts whole");
+  if (m.completes())
+    throw choice_error("completion " + m.completion +
+                       " attends from rows of the prompt, and a thinned one has others; keep prompts whole");
+}
+
 void calibrate(const pipeline_options& options, int layer, std::span<const float> keys,
                std::span<const float> queries, std::span<float> temperatures) {
   check_compiled(options.element, options.head_dim);

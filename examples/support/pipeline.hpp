@@ -25,7 +25,7 @@ struct pipeline_options {
   int page = 32;
   freekv::budget budget{};
   int max_tokens = 0;  ///< of one sequence
-  int max_prompt = 0;  ///< of an evicting method; 0: max_tokens
+  int max_prompt = 0;  ///< of a method that evicts or thins prompts; 0: max_tokens
   int max_sequences = 1;
   int max_resident = 0;              ///< 0: all sequences
   std::int64_t store_tokens = 0;     ///< of all sequences together; 0: max_tokens for each
@@ -76,6 +76,9 @@ class pipeline {
   virtual bool cuts_blocks() const { return false; }
   /// Most prompt rows that a sequence brings to a step.
   virtual int most_prompt_rows() const { return std::numeric_limits<int>::max(); }
+  /// Tokens that each KV head of a layer has kept of the last prompt, (kept, kv_heads), of a method that
+  /// thins prompts; such a prompt comes in one step.
+  virtual std::span<const std::int32_t> kept_tokens(int) const { return {}; }
 
   virtual void begin_step(std::span<const step_input> rows) = 0;
   virtual void append(int layer, std::span<const float> keys, std::span<const float> values,
@@ -144,6 +147,12 @@ std::optional<file_store_options> store_file_of(const pipeline_options& options)
 
 /// Throws choice_error or freekv::error. `backend` outlives the pipeline.
 std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend);
+
+/// Rows of a prompt, its last, that vote for what is kept of one that is thinned.
+inline constexpr int rows_that_thin = 64;
+
+/// Throws choice_error for a method that thins prompts and whose policies cannot have such.
+void check_thinning(const method_spec& method);
 
 /// Rows of a prompt, its last, whose queries temperatures are found by, and channels are chosen by.
 inline constexpr int rows_that_calibrate = 16, rows_that_choose_channels = 32;

@@ -4,6 +4,7 @@
 #include "evicting_pipeline_of_shape.hpp"
 #include "pipeline.hpp"
 #include "settings_of_options.hpp"
+#include "thinned_pipeline_of_shape.hpp"
 
 namespace freekv::examples {
 
@@ -85,6 +86,7 @@ class pipeline_of_shape final : public pipeline {
 template <class Shape>
 std::unique_ptr<pipeline> make_pipeline_of(const pipeline_options& options, host_backend& backend) {
   if (options.method.evicts()) return std::make_unique<evicting_pipeline_of_shape<Shape>>(options, backend);
+  if (options.method.thins()) return std::make_unique<thinned_pipeline_of_shape<Shape>>(options, backend);
   return std::make_unique<pipeline_of_shape<Shape>>(options, backend);
 }
 

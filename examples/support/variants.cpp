@@ -95,6 +95,7 @@ method_spec spec_of() {
     m.unit = typename pack::unit{}.tokens;
     if constexpr (requires { Method::basis_of_pairs; }) m.basis_of_pairs = Method::basis_of_pairs;
     if constexpr (requires { Method::calibrated; }) m.calibrated = Method::calibrated;
+    if constexpr (requires { Method::prompt_share; }) m.thin = Method::prompt_share;
     if constexpr (requires { Method::selection; }) give(m, Method::selection);
     if constexpr (requires { Method::correction; }) give(m, Method::correction);
   }

@@ -5,6 +5,7 @@
 #include <freekv/backend/host/evict.hpp>
 #include <freekv/backend/host/host_backend.hpp>
 #include <freekv/backend/host/stages.hpp>
+#include <freekv/backend/host/thin_prompt.hpp>
 #include <freekv/config.hpp>
 #include <freekv/methods.hpp>
 #include <freekv/pipeline/evicting_pipeline.hpp>

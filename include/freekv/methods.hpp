@@ -138,6 +138,22 @@ struct magicpig : named_policies<unit<1>, key_signatures<>, max_score, colliding
       "each query head samples tokens by hash collisions, weighed by the inverse of their probability";
   static constexpr std::string_view published = "arXiv 2410.16179";
 };
+/// MPCache (arXiv 2501.06807): three tenths of a prompt's tokens are kept, by `thin_prompt`, and then those
+/// boxes of 16 keys are selected that the group's queries score best, anew before every attention. The caller
+/// thins the prompt to `prompt_share` before it is appended. As its code is published the share is what a
+/// threshold leaves on average (0.3 for HotpotQA), a box's score is the product of the query with 0.6 of its
+/// upper corner and 0.4 of its lower, which spares a comparison of encrypted numbers and is no bound, and
+/// boxes of 32 keys are scored first, of which the better half's are; here the score is the bound that this
+/// stands for, as in quest, and all boxes of 16 are scored. Also unlike the paper's, KV heads keep tokens of
+/// their own, k bounds what is selected, not a share of the tokens, neighbouring layers do not share a
+/// selection, and nothing is encrypted.
+struct mpcache : named_policies<unit<16>, min_max, max_score, always> {
+  static constexpr std::string_view name = "mpcache";
+  static constexpr std::string_view about =
+      "three tenths of the prompt, which its last rows attend to most, and of these boxes of 16 keys";
+  static constexpr std::string_view published = "arXiv 2501.06807";
+  static constexpr float prompt_share = 0.3f;
+};
 /// ShadowKV (arXiv 2410.21465, section 4): chunks of 8 tokens by their mean keys, the most of the group's
 /// softmaxes counting, 48 outlier chunks always selected beside 256 others; values are recalled, and keys
 /// rebuilt from 160 coefficients of what all heads' were before rotation (of 1024 numbers in the paper; take
@@ -513,16 +529,18 @@ struct given_worths : named_eviction<freekv::given_worths> {
 template <class... Methods>
 struct method_list {};
 /// All of the above.
-using all = method_list<
-    full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight, infinigen, fasa,
-    clusterkv, magicpig, shadowkv, think, razor_attention, duo_attention, freekv_paper, freekv_long_inputs,
-    freekv_never, freekv_top_p, freekv_calibrated_top_p, freekv_per_layer, freekv_chunk_means,
-    freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit,
-    freekv_key_codes, freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
-    freekv_key_codes_units, freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, mikv, q_hitter,
-    tova, snapkv, dapq, epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, layer_defensive_kv,
-    compress_kv, cake, r_kv, arkv_origin, arkv, arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs,
-    kv_merger, razor_attention_compensated, trim_kv, given_worths>;
+using all =
+    method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
+                infinigen, fasa, clusterkv, magicpig, mpcache, shadowkv, think, razor_attention,
+                duo_attention, freekv_paper, freekv_long_inputs, freekv_never, freekv_top_p,
+                freekv_calibrated_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never,
+                freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
+                freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
+                freekv_key_codes_units, freekv_key_codes_completed, freekv_key_codes_units_completed, h2o,
+                mikv, q_hitter, tova, snapkv, dapq, epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv,
+                defensive_kv, layer_defensive_kv, compress_kv, cake, r_kv, arkv_origin, arkv, arkv_split, d2o,
+                exact_merge, hard_kv_merge, hard_kv_pairs, kv_merger, razor_attention_compensated, trim_kv,
+                given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

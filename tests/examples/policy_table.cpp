@@ -93,6 +93,8 @@ std::string policies_of() {
       if (always || !std::is_same_v<Policy, typename Policy::policy_kind::default_policy>)
         policies.push_back(freekv::detail::printed(policy));
     };
+    if constexpr (requires { Method::prompt_share; })
+      policies.push_back("thin_prompt(" + freekv::detail::decimal(Method::prompt_share) + ")");
     add(typename pack::plan{}, false);
     if constexpr (int{typename pack::unit{}.tokens} != 0)
       policies.push_back("unit(" + std::to_string(typename pack::unit{}.tokens) + ")");

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "../oracle/channels.hpp"
+#include "../oracle/thinning.hpp"
 #include "replay_case.hpp"
 
 namespace tests {
@@ -11,7 +12,7 @@ namespace tests {
 /// What was compared, so that a test can require that it was.
 struct coverage {
   long replays = 0, steps = 0, firm_selections = 0, heads = 0, corrected = 0, kept = 0, recalls = 0,
-       recalled = 0, before_attention = 0, not_finite = 0, promoted_replays = 0;
+       recalled = 0, before_attention = 0, not_finite = 0, promoted_replays = 0, thinned = 0;
 };
 
 inline std::ostream& operator<<(std::ostream& out, const coverage& c) {
@@ -19,7 +20,8 @@ inline std::ostream& operator<<(std::ostream& out, const coverage& c) {
              << " firm selections, " << c.heads << " head outputs (" << c.not_finite << " not finite), "
              << c.corrected << " corrected and " << c.kept << " kept heads, " << c.recalls
              << " recall counts with " << c.recalled << " pages, " << c.before_attention
-             << " before attention, " << c.promoted_replays << " replays with their promotions";
+             << " before attention, " << c.promoted_replays << " replays with their promotions, " << c.thinned
+             << " thinned prompts";
 }
 
 /// The JSON object's numbers, from the tensors and from the oracle's full attention.
@@ -126,6 +128,7 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   is_if(c.retrieves() && !c.selection_scale.empty(), "selection_scale",
         c.selection_scale.empty() ? 0.0 : std::stod(c.selection_scale));
   is_if(c.retrieves() && o.method.selection == "top_p", "top_p", std::stod(c.top_p));
+  is_if(c.thins(), "thin", std::stod(c.share()));
   is_if(c.retrieves() && o.method.selection == "top_p", "calibrated", o.method.calibrated);
   is_if(c.retrieves() && o.method.selection == "sticky_top_k", "bonus", std::stod(c.bonus));
   is_if(c.retrieves() && o.method.correction == "cosine_drift", "drift_pool", o.method.drift_pool);
@@ -197,6 +200,46 @@ inline std::vector<int> all_of(const std::vector<std::vector<int>>& rows) {
   return pages;
 }
 
+/// A prompt's rows that were kept, (kept, kv_heads, head_dim).
+struct thinned_prompt {
+  std::vector<float> keys, values;
+};
+/// Throws disagreement unless each KV head keeps what the oracle allows.
+inline thinned_prompt thinned_of(const replay_case& c, const replay_output& r) {
+  const auto& o = c.layer.options;
+  const int d = o.head_dim, tokens = c.layer.prompt,
+            voting = std::min(tokens, freekv::examples::rows_that_thin), query_row = o.query_heads * d,
+            key_row = o.kv_heads * d;
+  const oracle::thinning_settings s{.query_heads = o.query_heads,
+                                    .kv_heads = o.kv_heads,
+                                    .head_dim = d,
+                                    .kept = c.kept(),
+                                    .sink = o.budget.sink,
+                                    .window = o.budget.window,
+                                    .scale = o.scale != 0 ? double{o.scale} : 1 / std::sqrt(d),
+                                    .soft_cap = double{o.soft_cap}};
+  const auto queries =
+                 std::span(c.q).subspan(to_size((tokens - voting) * query_row), to_size(voting * query_row)),
+             keys = std::span(c.k).first(to_size(tokens * key_row));
+  thinned_prompt prompt;
+  prompt.keys.resize(to_size(s.kept * key_row));
+  prompt.values.resize(prompt.keys.size());
+  for (int head = 0; head < o.kv_heads; ++head) {
+    const auto first = r.kept.begin() + std::ptrdiff_t{head} * s.kept;
+    const std::vector<int> kept(first, first + s.kept);
+    if (!oracle::may_keep(s, oracle::votes_of(s, queries, keys, head), kept))
+      throw disagreement{sentence("KV head ", head, " keeps other tokens of the prompt")};
+    for (int row = 0; row < s.kept; ++row)
+      for (int i = 0; i < d; ++i) {
+        const auto from = to_size(kept[to_size(row)] * key_row + head * d + i),
+                   to = to_size(row * key_row + head * d + i);
+        prompt.keys[to] = c.k[from];
+        prompt.values[to] = c.v[from];
+      }
+  }
+  return prompt;
+}
+
 /// Throws disagreement unless the output is what the oracle allows.
 inline void check_agreement(const replay_case& given, const replay_output& r, coverage& seen) {
   replay_case c = given;
@@ -242,8 +285,15 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
   oracle::settings given_rows = expected.config();
   given_rows.read_back = nullptr;  // errors are those to full attention over what was recorded
   oracle::decoder exact(given_rows);
-  for (oracle::decoder* decoder : {&expected, &exact})
-    decoder->prompt(prompt_keys, rows_of(c.v, 0, c.layer.prompt, heads * d), c.layer.prompt);
+  const auto prompt_values = rows_of(c.v, 0, c.layer.prompt, heads * d);
+  exact.prompt(prompt_keys, prompt_values, c.layer.prompt);
+  if (c.thins()) {
+    const thinned_prompt kept = thinned_of(c, r);
+    expected.prompt(kept.keys, kept.values, c.kept());
+    seen.thinned += c.kept() < c.layer.prompt;
+  } else {
+    expected.prompt(prompt_keys, prompt_values, c.layer.prompt);
+  }
 
   expected_summary summary;
   std::vector<bool> carried_firm(to_size(heads), true);

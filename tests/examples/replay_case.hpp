@@ -26,6 +26,7 @@ struct variant_policies {
   int unit = 0;
   std::string pinning = "no_pins", codec = "identity";
   bool calibrated = false;
+  std::string thin = "1";  // as text
 };
 inline const std::map<std::string, variant_policies>& variants_of_contract() {
   static const std::map<std::string, variant_policies> all{
@@ -44,6 +45,13 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"clusterkv", {"retrieval", "key_clusters", "always", "max_score", "top_k", false, "per_kv_head", 1}},
       {"magicpig",
        {"retrieval", "key_signatures", "always", "max_score", "colliding", false, "per_query_head", 1}},
+      {"mpcache",
+       {.plan = "retrieval",
+        .summary = "min_max",
+        .correction = "always",
+        .pooling = "max_score",
+        .unit = 16,
+        .thin = "0.3"}},
       {"fasa", {"retrieval", "key_subspace", "always", "mean_softmax", "top_k", false, "per_kv_head", 1}},
       {"shadowkv",
        {"retrieval", "mean", "always", "max_softmax", "top_k", false, "per_kv_head", 8, "pin_outliers",
@@ -84,7 +92,7 @@ struct replay_case {
   std::string variant = "freekv";
   std::optional<std::string> summary, pooling, selection, rows, correction;  // flags, where given
   std::optional<int> unit;                                                   // the same
-  std::optional<std::string> pinning, codec;                                 // the same
+  std::optional<std::string> pinning, codec, thin;                           // the same
   std::string query_dtype = "F32", dtype = "F32";  // in the file, of q, and of k and v
   std::string dtype_flag = "stored";
   std::string tau = "0.9", top_p = "0.95", bonus = "0.7", delta = "0.2", pruned = "0.4";  // as text
@@ -126,6 +134,14 @@ struct replay_case {
   }
   /// Whether the variant's own codec gives back other keys than it was given.
   bool codec_loses() const { return variants_of_contract().at(variant).codec != "identity"; }
+  /// The share of the prompt that is kept, as text, and the tokens of a KV head.
+  std::string share() const { return slides ? "1" : thin.value_or(variants_of_contract().at(variant).thin); }
+  bool thins() const { return layer.options.method.thin != 1.0f; }
+  int kept() const {
+    const auto& o = layer.options;
+    const auto wanted = static_cast<int>(std::lround(double{o.method.thin} * layer.prompt));
+    return std::min(layer.prompt, std::max(wanted, o.budget.sink + o.budget.window));
+  }
   /// The type in which keys and values are kept.
   std::string kept_dtype() const {
     return dtype_flag == "f32" ? "F32" : dtype_flag == "f16" ? "F16" : dtype_flag == "bf16" ? "BF16" : dtype;
@@ -191,8 +207,11 @@ inline void fill_trace(replay_case& c) {
   o.method.rows = c.rows.value_or(policies.rows);
   o.method.correction = c.correction.value_or(policies.correction);
   o.method.unit = c.unit.value_or(policies.unit);
+  if (o.method.unit != 0 && o.page % o.method.unit != 0) c.unit = o.method.unit = 8;
   o.method.pinning = c.pinning.value_or(policies.pinning);
   o.method.codec = c.codec.value_or(policies.codec);
+  if (o.method.codec == "low_rank_keys" && c.share() != "1") c.thin = "1";
+  o.method.thin = std::stof(c.share());
   if (o.method.selection == "colliding") {  // goes with these alone
     c.summary = o.method.summary = "key_signatures";
     c.rows = o.method.rows = "per_query_head";
@@ -323,6 +342,8 @@ inline replay_case random_replay(std::uint64_t seed) {
   if (d.below(5) == 0) c.unit = d.one_of({0, 1, 2, 4, 8});
   if (c.rows == "per_layer" && variants_of_contract().at(c.variant).calibrated) c.rows.reset();
   c.calibrated = c.calibrated && c.rows.value_or(variants_of_contract().at(c.variant).rows) != "per_layer";
+  if (dice(seed + 9).below(3) == 0 && !c.slides)
+    c.thin = dice(seed + 11).one_of<std::string>({"0.2", "0.5", "0.9", "1"});
   if (d.below(3) == 0) c.pinning = o.method.pinning;
   if (o.method.codec != "identity") c.codec = o.method.codec;
   o.method.key_rank = d.between(1, 200);
@@ -454,6 +475,7 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (o.method.spare != usual.spare) flag("spare", o.method.spare);
   if (c.codec) flag("codec", *c.codec);
   if (c.pinning) flag("pinning", *c.pinning);
+  if (c.thin) flag("thin", *c.thin);
   if (o.method.pinned != usual.pinned) flag("pinned", o.method.pinned);
   if (o.method.needs_channels()) flag("pruned", c.pruned);
   if (o.method.needs_factors()) {
@@ -497,6 +519,7 @@ struct replay_output {
   std::vector<float> out, lse;
   std::vector<std::int32_t> selected, recalled, before_attention;
   std::vector<std::uint8_t> corrected;
+  std::vector<std::int32_t> kept;
 };
 
 /// Writes the case's files into `folder`, runs the program and reads what it wrote. Throws disagreement where
@@ -526,13 +549,14 @@ inline replay_output run_replay(const replay_case& c, const scratch_folder& fold
   require(metadata["prompt_len"] == std::to_string(c.layer.prompt), "prompt_len is not handed on");
 
   const std::int64_t steps = c.layer.steps;
-  const std::map<std::string, std::pair<std::string, std::vector<std::int64_t>>> form{
+  std::map<std::string, std::pair<std::string, std::vector<std::int64_t>>> form{
       {"out", {"F32", {steps, o.query_heads, o.head_dim}}},
       {"lse", {"F32", {steps, o.query_heads}}},
       {"selected", {"I32", {steps, c.selecting(), o.budget.selected_units + c.pinned()}}},
       {"corrected", {"U8", {steps, o.kv_heads}}},
       {"recalled", {"I32", {steps, o.kv_heads}}},
       {"recalled_before_attention", {"I32", {steps, o.kv_heads}}}};
+  if (c.thins()) form["kept"] = {"I32", {o.kv_heads, c.kept()}};
   require(r.tensors.size() == form.size(), sentence("there are ", r.tensors.size(), " tensors"));
   for (const auto& [name, expected] : form) {
     require(r.tensors.count(name) == 1, "there is no tensor " + name);
@@ -545,6 +569,7 @@ inline replay_output run_replay(const replay_case& c, const scratch_folder& fold
   r.recalled = elements_of<std::int32_t>(r.tensors["recalled"]);
   r.before_attention = elements_of<std::int32_t>(r.tensors["recalled_before_attention"]);
   r.corrected = elements_of<std::uint8_t>(r.tensors["corrected"]);
+  if (c.thins()) r.kept = elements_of<std::int32_t>(r.tensors["kept"]);
   return r;
 }
 

@@ -172,6 +172,14 @@ TEST_CASE("unknown names are refused with the known ones", "[replay]") {
   r.refuse({"--codec", "low_rank_keys", "--rope-base", "1e4", "--key-rank", "-1"}, {"--key-rank -1"});
   r.refuse({"--pinning", "some"}, {"--pinning \"some\"", "no_pins, pin_outliers"});
   r.refuse({"--pinning", "pin_outliers", "--pinned", "-1"}, {"pin_outliers: -1 units"});
+  r.refuse({"--thin", "0"}, {"thinned to a share of 0", "above 0"});
+  r.refuse({"--thin", "1.5"}, {"thinned to a share of 1.5", "up to 1"});
+  r.refuse({"--thin", "half"}, {"--thin", "\"half\"", "not a finite number"});
+  r.refuse({"--thin", "0.5", "--variant", "h2o"}, {"h2o", "chooses by itself what stays"});
+  r.refuse({"--thin", "0.5", "--codec", "low_rank_keys", "--rope-base", "10000"},
+           {"low_rank_keys", "keep prompts whole"});
+  r.refuse({"--thin", "0.5", "--sliding-window", "8"}, {"--thin", "--sliding-window"});
+  r.refuse({"--variant", "mpcache", "--backend", "cuda"}, {"--thin", "mpcache", "--backend"});
   r.refuse({"--pinning", "pin_outliers", "--rows", "per_layer"}, {"per_layer", "no_pins"});
   r.refuse({"--variant", "think", "--pruned", "1"}, {"--pruned 1 is not a share from 0 to below 1"});
   r.refuse({"--codec", "key_channels", "--pruned", "-0.1"}, {"--pruned -0.1"});

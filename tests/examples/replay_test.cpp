@@ -94,6 +94,7 @@ TEST_CASE("replays of random traces agree with the float64 oracle", "[replay]") 
   CHECK(seen.recalled > 300);
   CHECK(seen.before_attention > 150);
   CHECK(seen.promoted_replays > 5);
+  CHECK(seen.thinned > 20);
 }
 
 TEST_CASE("every element type and compiled head_dim agrees with the oracle", "[replay]") {
@@ -376,6 +377,7 @@ TEST_CASE("with k for every candidate each variant is full attention", "[replay]
     const auto out = elements_of<float>(tensors_of(with(plain_case(variant.first), [](auto& c) {
                                           c.layer.options.budget.selected_units = 40 * 8;
                                           if (c.codec_loses()) c.codec = "identity";
+                                          if (c.variant == "mpcache") c.thin = "1";
                                         })).at("out"));
     REQUIRE(out.size() == full.size());
     for (std::size_t i = 0; i < out.size(); ++i)
@@ -603,6 +605,7 @@ TEST_CASE("help names every flag and its default", "[replay]") {
                            "--codec TEXT=the variant's",
                            "--pinning TEXT=the variant's",
                            "--pinned INT=48 ",
+                           "--thin FLOAT=1, of mpcache 0.3",
                            "--key-rank INT=0 ",
                            "--rope-base FLOAT=the trace's",
                            "--rope-pairs TEXT=the trace's",

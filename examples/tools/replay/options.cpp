@@ -140,6 +140,7 @@ std::string flags_of(const method_spec& m) {
   if (m.unit != published.unit) text += " --unit " + std::to_string(m.unit);
   if (m.basis_of_pairs) text += ", its basis rotary pairs";
   if (m.calibrated) text += " --calibrated";
+  if (m.thins()) text += " --thin " + freekv::detail::decimal(m.thin);
   return text + heads;
 }
 
@@ -163,6 +164,8 @@ std::string footer() {
          "  recalled_before_attention (steps, n_kv)  I32, those of them that attention waited for\n"
          "  coded (steps, n_kv, k)                   I32, of a variant that keeps tokens coded which of\n"
          "                                           selected were, ascending, then -1\n"
+         "  kept (n_kv, kept)                        I32, with --thin the tokens that stay of the prompt;\n"
+         "                                           pages and units are then of these and what follows\n"
          "Variants that forget have no sink and window of their own; selected is then all that is\n"
          "  attended to, tokens or raas' pages. For full\n"
          "  attention the program keeps a copy beside them. They do not fork, truncate, preempt and "
@@ -191,7 +194,7 @@ std::string footer() {
 struct policy_flags {
   std::optional<std::string> summary, pooling, selection, pinning, rows, correction, codec;
   std::optional<int> bits, unit;
-  std::optional<double> tau, top_p, bonus, pruned;
+  std::optional<double> tau, top_p, bonus, pruned, thin;
   bool calibrated = false;
 };
 
@@ -243,6 +246,11 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
   m.bonus = flags.bonus ? nearest_float(*flags.bonus) : variant.bonus;
   m.pruned = flags.pruned ? nearest_float(*flags.pruned) : variant.pruned;
   m.delta = nearest_float(o.delta);
+  m.thin = flags.thin ? nearest_float(*flags.thin) : o.sliding_window ? 1.0f : variant.thin;
+  if (m.thins() && (o.events || o.sliding_window || o.backend != "host"))
+    refuse("--thin, or --variant " + o.variant +
+           " that stands for it, is for a trace whose layer attends to all of it, on the host; leave out "
+           "--events, --sliding-window and --backend");
   m.selection_scale = static_cast<float>(o.selection_scale);
   if ((m.plan == "complete" || m.evicts()) && (m.codec != method_spec{}.codec || o.store_file))
     refuse("--codec and --store-file are for what is recalled, and --variant " + o.variant +
@@ -257,6 +265,7 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
   if (!o.heads && m.needs_head_list())
     refuse("--variant " + o.variant + " keeps what each head needs; name a list of heads with --heads");
   if (o.heads && m.retrieves()) m.plan = "by_head";
+  check_thinning(m);
   return m;
 }
 
@@ -342,7 +351,13 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
          "Tokens that are summarised, selected and recalled together, a divisor of the page; 0 for whole "
          "pages")
       ->type_name("INT")
-      ->default_str("0, of infinigen 1, of shadowkv 8");
+      ->default_str("0, of infinigen 1, of shadowkv 8, of mpcache 16");
+  add.parsed(
+         "--thin", [&](const std::string& text) { flags.thin = finite("--thin", text); },
+         "Share of the prompt's tokens that each KV head keeps, sink and window too, by its last " +
+             std::to_string(rows_that_thin) + " rows' votes; errors and mass are to attention over all of it")
+      ->type_name("FLOAT")
+      ->default_str("1, of mpcache 0.3");
   add.parsed(
          "--top-p", [&](const std::string& text) { flags.top_p = finite("--top-p", text); },
          "top_p: share of the mass that is selected")
@@ -460,6 +475,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   o.top_p = flags.top_p.value_or(decimal(o.method.top_p));
   o.bonus = flags.bonus.value_or(decimal(o.method.bonus));
   o.pruned = flags.pruned.value_or(decimal(o.method.pruned));
+  o.thin = flags.thin.value_or(decimal(o.method.thin));
   return o;
 }
 

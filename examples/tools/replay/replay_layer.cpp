@@ -41,6 +41,7 @@ struct results {
   std::vector<std::int32_t> selected, recalled, before_attention;
   std::vector<std::int32_t> coded;  // as `selected`, of a method that codes tokens; else empty
   std::vector<std::uint8_t> corrected;
+  std::vector<std::int32_t> kept;  // (KV heads, tokens), of a prompt that is thinned
 
   results(const trace_form& t, std::int64_t columns, bool per_query_head)
       : k(to_size(columns)), rows(to_size(per_query_head ? t.query_heads : t.kv_heads)) {
@@ -86,9 +87,11 @@ void compare(std::span<const float> out, std::span<const float> lse, std::span<c
   }
 }
 
-/// The same probe rows observe every block of a prompt that is cut behind each, or the whole prompt.
-void append_prompt(pipeline& p, const trace& t, bool takes_worths, progress_line& progress) {
-  const int chunk = std::min(4096, p.most_prompt_rows());
+/// The same probe rows observe every block of a prompt that is cut behind each, or the whole prompt. One that
+/// is thinned comes as a whole.
+void append_prompt(pipeline& p, const trace& t, const method_spec& method, progress_line& progress) {
+  const int chunk = method.thins() ? std::max(1, t.prompt_len) : std::min(4096, p.most_prompt_rows());
+  const bool takes_worths = method.takes_worths();
   for (int done = 0; done < t.prompt_len; done += chunk) {
     progress.show("prompt token", done, t.prompt_len);
     const int tokens = std::min(chunk, t.prompt_len - done);
@@ -159,7 +162,7 @@ void replay_steps(pipeline& p, pipeline& exact, const trace& t, bool takes_worth
     compare(out, lse, full, full_lse, s.errors);
     if (&exact != &p) {
       p.attend_full(0, coded, coded_lse);
-      compare(coded, coded_lse, full, full_lse, s.codec_errors);
+      compare(coded, coded_lse, full, full_lse, *s.codec_errors);
       exact.attend(0, full, full_lse);
       exact.end_step();
     }
@@ -189,6 +192,8 @@ new_file write_results(const std::filesystem::path& path, const replay_options& 
                   {"recalled_before_attention", data_type::i32, {steps, rows}, bytes(r.before_attention)}},
       .metadata = std::move(metadata)};
   if (!r.coded.empty()) content.tensors.push_back({"coded", data_type::i32, units, bytes(r.coded)});
+  if (o.method.thins())
+    content.tensors.push_back({"kept", data_type::i32, {rows, std::ssize(r.kept) / rows}, bytes(r.kept)});
   return new_safetensors(path, content);
 }
 
@@ -221,14 +226,18 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   s.staging_bytes = p->bytes().staging;
   setup.learn(t);
   std::unique_ptr<pipeline> exact;
-  if (o.method.codec != method_spec{}.codec) {
+  if (o.method.codec != method_spec{}.codec && !o.method.thins()) {  // which keeps all of it besides
+    s.codec_errors.emplace();
     options.method = {.plan = o.sliding_window ? "sliding" : "complete"};
     options.store_file.clear();
     exact = replayed_pipeline(o, options, tools.backend);
-    append_prompt(*exact, t, false, tools.progress);
+    append_prompt(*exact, t, options.method, tools.progress);
   }
   const bool takes_worths = o.method.takes_worths();
-  append_prompt(*p, t, takes_worths, tools.progress);
+  append_prompt(*p, t, o.method, tools.progress);
+  const auto kept = p->kept_tokens(0);
+  for (std::size_t head = 0; r && head < to_size(t.kv_heads); ++head)
+    for (std::size_t i = head; i < kept.size(); i += to_size(t.kv_heads)) r->kept.push_back(kept[i]);
   replay_steps(*p, exact ? *exact : *p, t, takes_worths, tools.progress, r ? &*r : nullptr, s);
   if (r) s.written = write_results(*job.out, o, t, *r);
   return s;

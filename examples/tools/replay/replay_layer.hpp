@@ -21,7 +21,8 @@ struct head_errors {
 struct layer_result {
   trace_form form;
   head_errors errors;
-  head_errors codec_errors;  ///< of full attention over what the store gives back; empty where that is exact
+  /// Of full attention over what the store gives back; none where that is exact, or of a thinned prompt.
+  std::optional<head_errors> codec_errors{};
   long long selected = 0, recalled = 0, before_attention = 0, promoted = 0, corrected = 0;
   std::vector<double> seconds, full_seconds;  ///< by step
   std::optional<new_file> written{};          ///< where an output is wanted, to take its place

@@ -49,6 +49,7 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (m.needs_factors()) settings["key_rank"] = m.key_rank;
   if (m.needs_channels()) settings["pruned"] = o.pruned;
   if (o.store_file) settings["store_file"] = *o.store_file;
+  if (m.thins()) settings["thin"] = o.thin;
   if (m.evicts()) settings["budget"] = std::int64_t{o.sink} + o.window + std::int64_t{o.k} * o.page;
   if (!m.retrieves()) return settings;
   const bool subspace = m.summary == "key_subspace", sketch = m.summary == "key_sketch",
@@ -93,25 +94,24 @@ json findings_of(const replay_options& o, const layer_result& r) {
   const double rows = steps * r.form.kv_heads;
   const double seconds = r.seconds.empty() ? NAN : median(r.seconds);
   const double full_seconds = r.seconds.empty() ? NAN : median(r.full_seconds);
-  return {
-      {"steps", r.form.steps()},
-      {"error", errors_of(r.errors)},
-      {"error_of_codec", o.method.codec == method_spec{}.codec ? json(nullptr) : errors_of(r.codec_errors)},
-      {"mass_kept", share(r.errors.mass, heads)},
-      {"correction_rate", share(static_cast<double>(r.corrected), rows)},
-      {"hit_rate", o.method.evicts() ? json(nullptr) : share(selected - recalled, selected)},
-      {"pages_recalled", r.recalled},
-      {"pages_recalled_before_attention", r.before_attention},
-      {"pages_recalled_per_step", share(recalled, steps)},
-      {"pages_promoted", r.promoted},
-      {"bytes_recalled", r.recalled * static_cast<long long>(r.slice_bytes)},
-      {"summary_bytes_per_page", o.method.retrieves() ? json(r.summary_bytes) : json(0)},
-      {"fast_tier_bytes", r.fast_tier_bytes},
-      {"store_bytes", r.store_bytes},
-      {"staging_bytes", r.staging_bytes},
-      {"seconds_per_step", number(seconds)},
-      {"full_attention_seconds_per_step", number(full_seconds)},
-      {"time_over_full_attention", share(seconds, full_seconds)}};
+  return {{"steps", r.form.steps()},
+          {"error", errors_of(r.errors)},
+          {"error_of_codec", r.codec_errors ? errors_of(*r.codec_errors) : json(nullptr)},
+          {"mass_kept", share(r.errors.mass, heads)},
+          {"correction_rate", share(static_cast<double>(r.corrected), rows)},
+          {"hit_rate", o.method.evicts() ? json(nullptr) : share(selected - recalled, selected)},
+          {"pages_recalled", r.recalled},
+          {"pages_recalled_before_attention", r.before_attention},
+          {"pages_recalled_per_step", share(recalled, steps)},
+          {"pages_promoted", r.promoted},
+          {"bytes_recalled", r.recalled * static_cast<long long>(r.slice_bytes)},
+          {"summary_bytes_per_page", o.method.retrieves() ? json(r.summary_bytes) : json(0)},
+          {"fast_tier_bytes", r.fast_tier_bytes},
+          {"store_bytes", r.store_bytes},
+          {"staging_bytes", r.staging_bytes},
+          {"seconds_per_step", number(seconds)},
+          {"full_attention_seconds_per_step", number(full_seconds)},
+          {"time_over_full_attention", share(seconds, full_seconds)}};
 }
 
 /// A number of each layer that has a mean and a worst; which end is the worst.
