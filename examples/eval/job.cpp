@@ -126,7 +126,7 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
 int text_tokens(const arguments& a) {
   int needed = 1;
   for (const char* name : {"quality", "budgets", "taus", "poolings", "queries", "speed", "continuation",
-                           "generate", "draft", "frontier"})
+                           "generate", "draft", "frontier", "hard_kv", "arkv"})
     if (a.does(name)) needed = std::max(needed, a.prompt + std::max(a.steps, a.deep_steps) + 1);
   if (a.does("batch")) needed = std::max(needed, a.prompt + a.steps + a.batch);  // different parts
   if (a.does("lengths"))
@@ -179,15 +179,23 @@ examples::model checked_model(const std::string& path, std::uint64_t key, int th
   return loaded;
 }
 
-constexpr std::array all_sections{
-    section{"needles", compare_needles, 0.53}, section{"quality", compare_quality, 0.37},
-    section{"budgets", compare_budgets},       section{"taus", compare_taus},
-    section{"poolings", compare_poolings},     section{"queries", compare_queries},
-    section{"speed", compare_speed, 0.1},      section{"lengths", compare_lengths},
-    section{"stages", compare_stages},         section{"continuation", compare_continuation},
-    section{"generate", compare_generated},    section{"batch", compare_batch},
-    section{"draft", compare_drafts},          section{"tasks", compare_tasks},
-    section{"frontier", compare_frontier}};
+constexpr std::array all_sections{section{"needles", compare_needles, 0.53},
+                                  section{"quality", compare_quality, 0.37},
+                                  section{"budgets", compare_budgets},
+                                  section{"taus", compare_taus},
+                                  section{"poolings", compare_poolings},
+                                  section{"queries", compare_queries},
+                                  section{"speed", compare_speed, 0.1},
+                                  section{"lengths", compare_lengths},
+                                  section{"stages", compare_stages},
+                                  section{"continuation", compare_continuation},
+                                  section{"generate", compare_generated},
+                                  section{"batch", compare_batch},
+                                  section{"draft", compare_drafts},
+                                  section{"tasks", compare_tasks},
+                                  section{"frontier", compare_frontier},
+                                  section{"hard_kv", compare_hard_kv},
+                                  section{"arkv", compare_arkv}};
 
 }  // namespace
 
@@ -221,10 +229,11 @@ job::job(const arguments& wanted)
     if (c.method.tau != wanted.tau) lines_.set_case(c.name, {{"tau", c.method.tau}});
   std::copy_if(contenders_.begin(), contenders_.end(), std::back_inserter(principal_),
                [](const contender& c) { return !c.deep; });
-  place_.queries = std::any_of(contenders_.begin(), contenders_.end(), [](const contender& c) {
-    return c.method.evicts() || c.method.basis_of_pairs || c.method.needs_temperatures() ||
-           c.method.needs_channels() || c.method.completes() || c.method.thins();
-  });
+  place_.queries = wanted.does("hard_kv") || wanted.does("arkv") ||
+                   std::any_of(contenders_.begin(), contenders_.end(), [](const contender& c) {
+                     return c.method.evicts() || c.method.basis_of_pairs || c.method.needs_temperatures() ||
+                            c.method.needs_channels() || c.method.completes() || c.method.thins();
+                   });
   if (std::any_of(contenders_.begin(), contenders_.end(),
                   [](const contender& c) { return c.method.takes_probes(); }))
     place_.probes = std::max(dapq{}.window, epi_cache{}.window);

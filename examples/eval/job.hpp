@@ -97,6 +97,10 @@ void compare_batch(job& j);
 void compare_drafts(job& j);
 /// Questions from a file.
 void compare_tasks(job& j);
+/// What HARD-KV's paper says of budgets by head, of log-sum-exp and of temperatures, on this model.
+void compare_hard_kv(job& j);
+/// ARKV beside its baseline without a tier, and how much of its cache is coded.
+void compare_arkv(job& j);
 
 struct section {
   const char* name;

@@ -233,13 +233,13 @@ key_basis prompt_cache::learn_basis(basis_rows rows, int rank) const {
   return basis;
 }
 
-std::vector<float> prompt_cache::last_queries(int layer, int rows, const char* what) const {
+std::vector<float> prompt_cache::queries_before(int layer, int end, int rows, const char* what) const {
   if (queries_.empty())
-    throw usage_error(std::string(what) + " are chosen by queries, and this prompt has none kept");
+    throw usage_error(std::string(what) + " are found by queries, and this prompt has none kept");
   const std::size_t row = to_size(shape_.query_heads * shape_.head_dim);
   std::vector<float> queries(to_size(rows) * row);
   const auto first =
-      queries_.begin() + static_cast<std::ptrdiff_t>(to_size((layer + 1) * tokens_ - rows) * row);
+      queries_.begin() + static_cast<std::ptrdiff_t>(to_size(layer * tokens_ + end - rows) * row);
   std::transform(first, first + static_cast<std::ptrdiff_t>(queries.size()), queries.begin(), half_to_float);
   return queries;
 }
@@ -248,7 +248,7 @@ key_basis prompt_cache::choose_pairs(int rank) const {
   key_basis basis(shape_.layers, shape_.kv_heads, rank, shape_.head_dim);
   const int rows = std::min(tokens_, rows_that_choose);
   for (int layer = 0; layer < shape_.layers; ++layer)
-    basis.choose_pairs(layer, float_keys(layer), last_queries(layer, rows, "rotary pairs"), rows,
+    basis.choose_pairs(layer, float_keys(layer), queries_before(layer, tokens_, rows, "rotary pairs"), rows,
                        shape_.rotary ? shape_.rotary->of : rotary_pairs::halves);
   return basis;
 }
@@ -257,7 +257,7 @@ std::vector<float> prompt_cache::learn_temperatures(const pipeline_options& opti
   std::vector<float> all(to_size(shape_.layers * shape_.kv_heads));
   const int rows = std::min(tokens_, rows_that_calibrate);
   for (int layer = 0; layer < shape_.layers; ++layer)
-    calibrate(options, layer, float_keys(layer), last_queries(layer, rows, "temperatures"),
+    calibrate(options, layer, float_keys(layer), queries_before(layer, tokens_, rows, "temperatures"),
               std::span(all).subspan(to_size(layer * shape_.kv_heads), to_size(shape_.kv_heads)));
   return all;
 }

@@ -47,6 +47,9 @@ class prompt_cache {
   std::span<const std::byte> values(int layer) const { return part(values_, layer); }
   /// The keys of one layer as float.
   std::vector<float> float_keys(int layer) const;
+  /// Queries of a layer's `rows` rows before row `end`, (rows, query_heads, head_dim). `what` is found by
+  /// them; throws usage_error if none are kept.
+  std::vector<float> queries_before(int layer, int end, int rows, const char* what) const;
 
   /// Makes `pipeline` hold this prompt and nothing else, and gives it the probe rows that it takes; of one
   /// that cuts blocks in blocks, the same probe rows for each, and rows as the full prefill computed them.
@@ -69,9 +72,6 @@ class prompt_cache {
   std::vector<std::uint8_t> learn_channels(const method_spec& method) const;
 
  private:
-  /// Queries of the prompt's last `rows` rows as float. `what` chooses by them; throws usage_error if none
-  /// are kept.
-  std::vector<float> last_queries(int layer, int rows, const char* what) const;
   key_basis choose_pairs(int rank) const;
 
   void append_to(pipeline& pipeline, sequence_id sequence) const;

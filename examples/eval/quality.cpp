@@ -28,6 +28,7 @@ quality measure_quality(const contender& c, const common_settings& s, const mode
     const auto logits = decoding.decode(decoded.text[step], decoded.prompt.kv.tokens() + step, attention);
     q.losses.push_back(loss_of(logits, decoded.text[to_size(step) + 1]));
     q.choices.push_back(most_likely(logits));
+    if (compares_attention) q.lse_lost.push_back(attention.lse_lost());
     if (is_full) full->rows.insert(full->rows.end(), logits.begin(), logits.end());
     if (full != nullptr)
       q.divergences.push_back(is_full ? 0 : divergence(full->row(step, logits.size()), logits));
@@ -77,6 +78,7 @@ std::vector<std::vector<double>> differences(const std::vector<std::vector<doubl
 void quality_of_texts::add(const quality& q, const quality& full) {
   losses.push_back(q.losses);
   divergences.push_back(q.divergences);
+  lse_lost.push_back(q.lse_lost);
   for (std::size_t i = 0; i < q.choices.size(); ++i) agreeing += q.choices[i] == full.choices[i];
   steps += static_cast<long>(q.choices.size());
   by_head.resize(q.by_head.size());

@@ -25,6 +25,7 @@ struct quality {
   std::vector<double> losses;  ///< -ln p of the next token, by step
   std::vector<double>
       divergences;  ///< of the next token's distribution from full attention's, by step, in nats
+  std::vector<double> lse_lost;  ///< `retrieval_attention::lse_lost`, by step; none where nothing is compared
   std::vector<llama_token> choices;  ///< most likely next token, by step
   attention_statistics attention;    ///< of all layers and heads
   std::vector<attention_statistics> by_head;
@@ -53,7 +54,7 @@ quality measure_quality(const contender& c, const common_settings& s, const mode
 
 /// One row of a table on all texts.
 struct quality_of_texts {
-  std::vector<std::vector<double>> losses, divergences;  ///< by text and step
+  std::vector<std::vector<double>> losses, divergences, lse_lost;  ///< by text and step
   std::vector<attention_statistics> by_head;
   long agreeing = 0, steps = 0;
   quality last;  ///< what is the same for all texts

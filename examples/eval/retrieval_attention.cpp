@@ -29,6 +29,8 @@ void retrieval_attention::reset() {
 }
 
 void retrieval_attention::begin_step(const layer_rows& rows) {
+  lse_lost_ = 0;
+  lse_heads_ = 0;
   if (sequences_.empty()) return pipeline_.begin_step(rows.rows, step_phase::decode);
   step_.clear();
   for (const sequence_tokens& of : rows.of)
@@ -56,6 +58,8 @@ void retrieval_attention::gather(const layer_rows& rows, const float* output) {
     s.error += size > 0 ? std::sqrt(difference / size) : 0;
     s.mass += std::exp(double{lse_[head]} - full_lse_[head]);
     ++s.heads;
+    lse_lost_ += full_lse_[head] - lse_[head];
+    ++lse_heads_;
   }
   if (sequences_.empty()) return gather(pipeline_.report(rows.layer), rows.layer, 0);
   for (const sequence_tokens& of : rows.of) {
@@ -74,6 +78,8 @@ void retrieval_attention::gather(const step_report& report, int layer, std::size
     s.recalled += report.recalled[head];
     s.recalled_before_attention += report.recalled_before_attention[head];
     s.promoted += report.promoted[head];
+    s.attended += report.attended_count[head];
+    if (!report.coded_count.empty()) s.coded += report.coded_count[head];
     const auto pages = report.attended.subspan(head * most, to_size(report.attended_count[head]));
     auto& before = attended_[sequence * by_head_.size() + first + head];
     if (s.rows > 0) {
@@ -98,6 +104,8 @@ attention_statistics& attention_statistics::operator+=(const attention_statistic
   promoted += more.promoted;
   changed += more.changed;
   followed += more.followed;
+  attended += more.attended;
+  coded += more.coded;
   return *this;
 }
 

@@ -22,11 +22,16 @@ struct attention_statistics {
   long long promoted = 0;                   ///< slices
   long long changed = 0;                    ///< pages attended as selected that were not in the step before
   long long followed = 0;                   ///< KV heads that had a step before
+  long long attended = 0;                   ///< units as selected; of a method that evicts all its tokens
+  long long coded = 0;                      ///< those of them that were coded
 
   attention_statistics& operator+=(const attention_statistics& more);
   double mean_error() const { return heads > 0 ? error / static_cast<double>(heads) : 0; }
   double mean_mass() const { return heads > 0 ? mass / static_cast<double>(heads) : 0; }
   double corrected_share() const { return share(corrected, rows); }
+  double coded_share() const { return share(coded, attended); }
+  /// Per KV head and step.
+  double mean_attended() const { return share(attended, rows); }
   /// Per KV head and step.
   double pages_changed() const { return share(changed, followed); }
 
@@ -62,6 +67,9 @@ class retrieval_attention : public attention {
 
   /// By layer and KV head, (layers, kv_heads).
   const std::vector<attention_statistics>& by_head() const { return by_head_; }
+  /// Of the last step that was compared: full attention's log-sum-exp less that of what was attended to, the
+  /// mean over query heads.
+  double lse_lost() const { return lse_heads_ > 0 ? lse_lost_ / static_cast<double>(lse_heads_) : 0; }
   /// Spent in append and attend since the last reset.
   double seconds() const { return seconds_; }
   void reset();
@@ -82,6 +90,8 @@ class retrieval_attention : public attention {
   std::vector<std::vector<std::int32_t>>
       attended_;  // by sequence, layer and KV head, ascending, in its last step
   double seconds_ = 0;
+  double lse_lost_ = 0;  // a sum over so many query heads
+  long long lse_heads_ = 0;
 };
 
 }  // namespace freekv::examples

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <freekv/core/size.hpp>
 #include <freekv/freekv.hpp>
 #include <span>
@@ -64,6 +65,7 @@ struct method_spec {
   bool keeps_prompt = false;       ///< of raas
   int interval = 0;  ///< of methods that forget at times: decode rows between, of epi_cache tokens of a
                      ///< block; 0: the method's own, of epi_cache the budget
+  float share = 0.0f;  ///< of hard_kv and those that merge beside it: its p; 0: the method's own
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
   bool evicts() const { return plan == "eviction"; }
@@ -253,12 +255,14 @@ template <>
 struct policy_maker<lazy_eviction> : maker_by_interval<lazy_eviction, &lazy_eviction::window> {};
 template <>
 struct policy_maker<r_kv> : maker_by_interval<r_kv, &r_kv::interval> {};
-template <>
-struct policy_maker<hard_kv> : maker_by_interval<hard_kv, &hard_kv::interval> {};
-template <>
-struct policy_maker<hard_kv_merge> : maker_by_interval<hard_kv_merge, &hard_kv_merge::interval> {};
-template <>
-struct policy_maker<hard_kv_pairs> : maker_by_interval<hard_kv_pairs, &hard_kv_pairs::interval> {};
+template <std::derived_from<hard_kv> Policy>
+struct policy_maker<Policy> {
+  static Policy from(const method_spec& m, const method_data& data) {
+    Policy policy = maker_by_interval<Policy, &Policy::interval>::from(m, data);
+    if (m.share > 0.0f) policy.p = m.share;
+    return policy;
+  }
+};
 template <>
 struct policy_maker<epi_cache> {
   static epi_cache from(const method_spec& m, const method_data& data) {

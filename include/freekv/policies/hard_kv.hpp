@@ -50,14 +50,25 @@ struct hard_kv {
   constexpr bool observes_decoding() const { return true; }
   int observe(const observed_units& held, const eviction_moment& at, float* worths) const {
     const int n = held.units;
+    const double temperature = calibrate(held);
+    std::fill_n(worths, n, -1.0f);
+    for (int r = 0; r < held.rows; ++r)
+      if (const int count = held.counts[2 * r]; count > 0)
+        select(held, r, detail::descending_masses(held.scratch_row(r), count, temperature), worths);
+    int stay = 0;
+    for (int i = 0; i < n; ++i) stay += worths[i] >= 0.0f || protects(held.tokens[i], at);
+    return stay;
+  }
+  /// The temperature at which a head's rows select. Each row's numbers become what its tokens are ranked by,
+  /// its scratch the same descending, and its counts how many there are and how many have `p` of its scores.
+  double calibrate(const observed_units& held) const {
+    const int n = held.units;
     const auto descending = [&](int r, const float* numbers) {
       float* const end =
           std::copy_if(numbers, numbers + n, held.scratch_row(r), [](float z) { return z > -infinity; });
       std::sort(held.scratch_row(r), end, std::greater<float>());
       return static_cast<int>(end - held.scratch_row(r));
     };
-    // Each row's numbers become transformed scores, its scratch the same descending, and behind it how many
-    // there are and how many are wanted.
     std::int32_t* const counts = held.counts;
     for (int r = 0; r < held.rows; ++r) {
       float* const row = held.row(r);
@@ -71,18 +82,10 @@ struct hard_kv {
         descending(r, row);
       }
     }
-    const auto count = [&](int r) { return counts[2 * r]; };
-    const double temperature = kernel == 1 ? 1.0
-                                           : detail::calibrated_temperature(
-                                                 held.rows, p, [&](int r) { return held.scratch_row(r); },
-                                                 count, [&](int r) { return counts[2 * r + 1]; });
-    std::fill_n(worths, n, -1.0f);
-    for (int r = 0; r < held.rows; ++r)
-      if (count(r) > 0)
-        select(held, r, detail::descending_masses(held.scratch_row(r), count(r), temperature), worths);
-    int stay = 0;
-    for (int i = 0; i < n; ++i) stay += worths[i] >= 0.0f || protects(held.tokens[i], at);
-    return stay;
+    if (kernel == 1) return 1.0;
+    return detail::calibrated_temperature(
+        held.rows, p, [&](int r) { return held.scratch_row(r); }, [&](int r) { return counts[2 * r]; },
+        [&](int r) { return counts[2 * r + 1]; });
   }
 
   std::string values() const {
