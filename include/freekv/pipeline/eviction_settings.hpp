@@ -93,8 +93,11 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
         fail(std::string(E::name) + " cuts prompts block by block and stages them; stage none");
       for (int layer = s.complete_layers(); layer < s.model.layers; ++layer)
         if (const int block = eviction.block(s.limits(layer)); block < 1 || block > 1 << 29)
-          fail(std::string(E::name) + " cuts prompts by blocks of " + text(block) +
-               " tokens; give blocks of 1 to " + text(1 << 29));
+          fail(std::string(E::name)  // by append: GCC 12 takes + of these for a fault
+                   .append(" cuts prompts by blocks of ")
+                   .append(text(block))
+                   .append(" tokens; give blocks of 1 to ")
+                   .append(text(1 << 29)));
     }
     if constexpr (demotes<E>)
       if (eviction.unit_tokens() != 1 || !eviction.stages_prompt())
