@@ -58,7 +58,8 @@ random_case eviction_case(std::uint64_t seed) {
   c.outliers = d.one_of({0.0f, 0.05f});
   o.max_sequences = d.between(1, 3);
   const bool cuts_prompts =  // which is seldom, or shows little, where they are short
-      allocates || method == "kv_merger" || method.starts_with("hard_kv") || rates_layers;
+      allocates || method == "kv_merger" || method == "epi_cache" || method.starts_with("hard_kv") ||
+      rates_layers;
   o.max_prompt = cuts_prompts ? 220 : d.one_of({1, 40, 100, 220});
   c.steps = d.between(1, 120);
   o.max_tokens = o.max_prompt + c.steps;

@@ -451,7 +451,7 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
           pipeline.report(layer)[id];
         }
         begun.end();
-        const bool observes = (method == 2 && step == 1) || (method == 16 && prompt);
+        const bool observes = (method == 2 && step == 1) || (method == 20 && prompt);
         for (int layer = 0; observes && layer < 2; ++layer) pipeline.observe(id, layer, rows.queries);
       }
       pipeline.release(id);
