@@ -269,7 +269,7 @@ std::vector<std::uint8_t> prompt_cache::learn_channels(const method_spec& method
   for (int layer = 0; layer < shape_.layers; ++layer)
     choose_key_channels({shape_.query_heads, shape_.kv_heads}, shape_.head_dim,
                         key_channels{method.pruned}.kept(shape_.head_dim), float_keys(layer),
-                        last_queries(layer, rows, "channels of keys"),
+                        queries_before(layer, tokens_, rows, "channels of keys"),
                         std::span(all).subspan(to_size(layer) * of_layer, of_layer));
   return all;
 }

@@ -26,6 +26,8 @@ for layer in $(seq 1 29); do echo "$layer 4"; done >"$folder/voters.txt"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/together" \
   --section batch --section draft --batch 3 --draft 4 --variant freekv --variant freekv_key_codes_deficit --prompt 500 \
   --steps 12 --budget 256 --commit smoke
+"$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/papers" \
+  --section hard_kv --section arkv --variant streaming_llm --prompt 500 --steps 4 --budget 256 --commit smoke
 "$programs/freekv-record" "${common[@]}" --prompt 300 --steps 20 --layers 3,12 --out "$folder/traces"
 "$programs/freekv-basis" --model "$model" --threads 1 --text "$texts/genesis.txt" --tokens 300 --rank 24 --out "$folder/basis.safetensors"
 "$programs/freekv-basis" --model "$model" --threads 1 --text "$texts/genesis.txt" --tokens 300 --rank 24 --pairs --out "$folder/pairs.safetensors"
@@ -223,6 +225,17 @@ assert abs(drafts["full", "mass_kept", 4] - 1) < 1e-5 and drafts["full", "slices
 for case in both:
     assert 0 < drafts[case, "mass_kept", 4] < 1 and 0 <= drafts[case, "corrected", 4] <= 1, case
     assert 0 < drafts[case, "slices_critical", 1] <= drafts[case, "slices_recalled", 1], case
+
+papers = {(l["bench"], l["case"], l["metric"], l.get("budget"), l.get("quarter")): l["value"] for l in results("papers")}
+tokens = {(case, budget): value for (bench, case, metric, budget, _), value in papers.items() if (bench, metric) == ("hard_kv", "tokens_attended")}
+assert tokens["hard_kv, p 0.9", 256] < 256 < tokens["hard_kv, p 0.9", 512] == tokens["hard_kv, p 0.6", 1024] == 502.5
+assert tokens["equal budgets, as many as p 0.9", 200] == 202.5  # the least that sink and window leave
+lost = {case: sum(papers["hard_kv", case, "log_sum_exp_lost", 256, quarter] for quarter in range(4))
+        for case in ("hard_kv, p 0.9", "hard_kv_merge", "hard_kv_pairs")}
+assert 0 < lost["hard_kv_merge"] < min(lost["hard_kv, p 0.9"], lost["hard_kv_pairs"])
+assert all(papers["hard_kv", "temperatures", metric, None, None] > 0 for metric in ("mean", "spread"))
+coded = [papers["arkv", case, "coded", 256, None] for case in ("arkv_origin", "arkv", "arkv_split")]
+assert coded[0] == 0 < coded[1] < coded[2] < 0.3
 
 replays = {case: json.loads((folder / f"{case}.json").read_text()) for case in cases[:6]}
 assert abs(replays["full"]["mass_kept"] - 1) < 1e-5
