@@ -170,6 +170,7 @@ TEMPLATE_TEST_CASE("lanes that share rows store and read what one does, some row
                    half, bfloat16) {
   dice d(22);
   const auto with_lanes = [&]<int HeadDim, int Lanes>() {
+    if (std::ranges::find(coded_head_dims, HeadDim) == coded_head_dims.end()) return;
     for (int trial = 0; trial < 10; ++trial) {
       auto c = make_coded_page<TestType>(d, HeadDim);
       const listed given(d, c.heads, HeadDim, d.one_of({0.0f, 0.4f, 0.9f}));
