@@ -460,7 +460,7 @@ TEST_CASE("a prefix of thinner keys fits pipelines with the same lists of channe
   const scratch_folder folder;
   const std::string path = (folder / "prefix").string();
   dice d(2);
-  auto s = random_rich_settings(d, seed);
+  auto s = random_rich_settings(d, 2);
   s.plan.kinds.assign(6, layer_kind::retrieval);
   s.codec = data().thin();
   one_sequence<rich_pipeline> first(s);
@@ -480,7 +480,7 @@ TEST_CASE("what a prefix does not fit is said, with both values", "[saved_prefix
   const scratch_folder folder;
   const std::string path = (folder / "prefix").string();
   dice d(1);
-  auto s = random_rich_settings(d, seed);
+  auto s = random_rich_settings(d, 1);
   s.page = {{16}};
   s.unit = {{0}};
   s.plan.kinds.assign(6, layer_kind::retrieval);
