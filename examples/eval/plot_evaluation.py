@@ -87,12 +87,16 @@ def front(points):
 
 
 def name_points(axis, points):
-    """Each name beside its point, or above those that are there already."""
-    taken, wide, high = [], 100, 9  # pixels of a name
-    for name, point in sorted(points.items(), key=lambda of: of[1][1]):
+    """Each name beside its point, or a little above where others are; those of the front, and of what others are compared
+    with, first. A point without room has none."""
+    first = [*front(points), "quest", "freekv", "streaming_llm"]
+    taken, wide, high, most = [], 100, 9, 20  # pixels of a name, and how far it goes up
+    for name, point in sorted(points.items(), key=lambda of: (of[0] not in first, of[1][1])):
         x, y = at = axis.transData.transform(point)
         while any(abs(x - a) < wide and abs(y - b) < high for a, b in taken):
             y += 1
+        if y - at[1] > most:
+            continue
         taken.append((x, y))
         axis.annotate(name, point, fontsize=5, xytext=(4, (y - at[1]) * 72 / axis.figure.dpi - 2),
                       textcoords="offset points", color=plot.INK)
@@ -112,7 +116,7 @@ def costs(folder, length, settings):
         return evaluate.bytes_waited_for(*(of[metric][case] for metric in
                                            ("slices_recalled", "slices_critical", "bytes_recalled"))) / 1e6
 
-    figure, axes = plot.plt.subplots(1, 2, figsize=(11, 5), sharey=True)
+    figure, axes = plot.plt.subplots(1, 2, figsize=(11, 7), sharey=True)
     for axis, title, cost in ((axes[0], "MB recalled before attention, a step", waited_for),
                               (axes[1], "fast MB, summaries included", lambda case: of["fast_tier_bytes"][case] / 1e6)):
         points = {case: (cost(case), 1000 * of["divergence"][case]) for case in methods}
@@ -121,6 +125,8 @@ def costs(folder, length, settings):
         for case, (x, y) in points.items():
             axis.plot(x, y, "o", markersize=5, color=plot.colour(case))
         axis.set_yscale("log")
+        if cost is not waited_for:
+            axis.set_xscale("log")
         name_points(axis, points)
         axis.set_xlabel(title)
         axis.grid(color=plot.GRID)
