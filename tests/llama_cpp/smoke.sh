@@ -233,7 +233,7 @@ assert tokens["equal budgets, as many as p 0.9", 200] == 202.5  # the least that
 lost = {case: sum(papers["hard_kv", case, "log_sum_exp_lost", 256, quarter] for quarter in range(4))
         for case in ("hard_kv, p 0.9", "hard_kv_merge", "hard_kv_pairs")}
 assert 0 < lost["hard_kv_merge"] < min(lost["hard_kv, p 0.9"], lost["hard_kv_pairs"])
-assert all(papers["hard_kv", "temperatures", metric, None, None] > 0 for metric in ("mean", "spread"))
+assert all(papers["hard_kv", "temperatures", metric, 256, None] > 0 for metric in ("mean", "spread"))
 coded = [papers["arkv", case, "coded", 256, None] for case in ("arkv_origin", "arkv", "arkv_split")]
 assert coded[0] == 0 < coded[1] < coded[2] < 0.3
 
