@@ -19,7 +19,9 @@ constexpr int page = 8;  // tokens, of which budgets are multiples: equal ones a
 
 row_to_measure row_of(job& j, const std::string& name, std::string_view eviction, int budget,
                       double share = 0) {
-  row_to_measure row{{.name = name, .page = page}, j.options().common, "budget " + std::to_string(budget)};
+  row_to_measure row{{}, j.options().common, "budget " + std::to_string(budget)};
+  row.who.name = name;
+  row.who.page = page;
   row.who.method.plan = "eviction";
   row.who.method.eviction = eviction;
   row.who.method.share = static_cast<float>(share);
