@@ -42,10 +42,6 @@ std::vector<quality_of_texts> measure(job& j, std::vector<row_to_measure> rows) 
   return all;
 }
 
-std::string with_bounds(const estimate& nats) {
-  return fixed(1e3 * nats.value, 1) + " (" + fixed(1e3 * nats.low, 1) + " .. " + fixed(1e3 * nats.high, 1) +
-         ")";
-}
 /// The means of the quarters of each text's steps, all texts together.
 std::vector<double> by_quarter(const std::vector<std::vector<double>>& by_step) {
   std::vector<double> quarters(4);
@@ -203,10 +199,7 @@ void compare_hard_kv(job& j) {
     add(j, "hard_kv", name, q, cap);
   };
   for (std::size_t i = 0; i < settings.size(); ++i) {
-    auto over = by_head[i].divergences;
-    for (std::size_t text = 0; text < over.size(); ++text)
-      for (std::size_t step = 0; step < over[text].size(); ++step)
-        over[text][step] -= uniform[i].divergences[text][step];
+    const auto over = differences(by_head[i].divergences, uniform[i].divergences);
     add_row(rows[i].who.name, by_head[i], settings[i].cap, with_bounds(block_bootstrap(over)));
     add_row("equal budgets, as many as p " + fixed(settings[i].p, 1), uniform[i], equal[i].with.budget, "");
   }
@@ -261,10 +254,7 @@ void compare_arkv(job& j) {
        "over arkv_origin's (95 %)", "error"}};
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const attention_statistics s = measured[i].attention();
-    auto over = measured[i].divergences;
-    for (std::size_t text = 0; text < over.size(); ++text)
-      for (std::size_t step = 0; step < over[text].size(); ++step)
-        over[text][step] -= measured[i - i % 3].divergences[text][step];
+    const auto over = differences(measured[i].divergences, measured[i - i % 3].divergences);
     const double all = a.prompt + (a.steps + 1) / 2.0;
     table_rows.push_back({rows[i].who.name, std::to_string(rows[i].with.budget), fixed(s.mean_attended(), 0),
                           fixed(100 * s.coded_share(), 1) + " %",

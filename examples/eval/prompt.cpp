@@ -210,8 +210,9 @@ void prompt_cache::append_to(pipeline& pipeline, sequence_id sequence) const {
     };
     pipeline.begin_step({&rows, 1});
     for (int layer = 0; layer < shape_.layers; ++layer) {
-      if (pipeline.observes_prompts()) queries = layer_of(queries_, layer);
-      pipeline.append_stored(layer, part(keys(layer)), part(values(layer)), part(queries));
+      if (pipeline.observes_prompts() && !queries_.empty())
+        queries = queries_before(layer, done + rows.tokens, rows.tokens, "votes");
+      pipeline.append_stored(layer, part(keys(layer)), part(values(layer)), queries);
     }
     pipeline.end_step();
     if (!pipeline.takes_probes() || (!pipeline.cuts_blocks() && done + rows.tokens < tokens_)) continue;

@@ -65,6 +65,8 @@ void add_mass_by_head(job& j, const contender& c, const std::vector<attention_st
   }
 }
 
+}  // namespace
+
 std::vector<std::vector<double>> differences(const std::vector<std::vector<double>>& a,
                                              const std::vector<std::vector<double>>& b) {
   auto all = a;
@@ -73,7 +75,10 @@ std::vector<std::vector<double>> differences(const std::vector<std::vector<doubl
   return all;
 }
 
-}  // namespace
+std::string with_bounds(const estimate& nats) {
+  return fixed(1e3 * nats.value, 1) + " (" + fixed(1e3 * nats.low, 1) + " .. " + fixed(1e3 * nats.high, 1) +
+         ")";
+}
 
 void quality_of_texts::add(const quality& q, const quality& full) {
   losses.push_back(q.losses);
@@ -159,13 +164,13 @@ void compare_quality(job& j) {
     const auto if_it_selects = [&](const std::string& cell) { return c.selects() ? cell : ""; };
     const auto unless_full = [&](const std::string& cell) { return i == 0 ? "" : cell; };
     const auto thousandths = [](double nats) { return fixed(1000 * nats, std::abs(nats) < 0.01 ? 2 : 1); };
-    const auto with_bounds = [&](const estimate& nats) {
+    const auto finely = [&](const estimate& nats) {
       return thousandths(nats.value) + " (" + thousandths(nats.low) + " .. " + thousandths(nats.high) + ")";
     };
     rows.push_back(
         {c.name, fixed(q.perplexity(), 2),
          unless_full(fixed(difference, 2) + " (" + fixed(low, 2) + " .. " + fixed(high, 2) + ")"),
-         unless_full(with_bounds(kl)), beside_quest ? with_bounds(over_quest) : "",
+         unless_full(finely(kl)), beside_quest ? finely(over_quest) : "",
          unless_full(thousandths(q.highest_divergences())), fixed(100 * q.top1(), 1) + " %",
          fixed(s.mean_error(), 3), fixed(100 * s.mean_mass(), 1) + " %",
          if_it_selects(fixed(100 * s.corrected_share(), 0) + " %"), if_it_selects(fixed(slices, 0)),

@@ -8,6 +8,7 @@
 
 #include "contender.hpp"
 #include "retrieval_attention.hpp"
+#include "statistics.hpp"
 
 namespace freekv::examples {
 
@@ -68,6 +69,12 @@ struct quality_of_texts {
   /// A sum over all layers and heads, per step.
   double per_step(long long sum) const { return static_cast<double>(sum) / static_cast<double>(steps); }
 };
+
+/// Of two series by text and step, step by step.
+std::vector<std::vector<double>> differences(const std::vector<std::vector<double>>& a,
+                                             const std::vector<std::vector<double>>& b);
+/// "12.3 (10.1 .. 14.5)", in thousandths.
+std::string with_bounds(const estimate& nats);
 
 /// A contender and its settings; `what` is being done, for `progress`.
 struct row_to_measure {

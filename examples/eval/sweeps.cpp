@@ -19,11 +19,6 @@ std::string texts_of(const arguments& a) {
          (a.more_texts.empty() ? "" : " of each of " + std::to_string(1 + a.more_texts.size()) + " texts");
 }
 
-std::string with_bounds(const estimate& nats) {
-  return fixed(1e3 * nats.value, 1) + " (" + fixed(1e3 * nats.low, 1) + " .. " + fixed(1e3 * nats.high, 1) +
-         ")";
-}
-
 /// The lines of a point of a sweep, at `at`; returns its KL.
 estimate add_point(job& j, const std::string& bench, const std::string& name, const quality_of_texts& q,
                    nlohmann::ordered_json at) {

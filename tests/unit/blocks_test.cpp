@@ -8,6 +8,7 @@
 
 #include "../agreement.hpp"
 #include "../catch.hpp"
+#include "reports.hpp"
 #include "steps.hpp"
 
 namespace {
@@ -36,21 +37,9 @@ in_blocks::settings settings_of(const epi_cache& eviction, int budget = 24) {
   return s;
 }
 
-std::vector<int> from_to(int first, int last) {
-  std::vector<int> all;
-  for (int i = first; i <= last; ++i) all.push_back(i);
-  return all;
-}
 std::vector<int> both(std::vector<int> a, const std::vector<int>& b) {
   a.insert(a.end(), b.begin(), b.end());
   return a;
-}
-
-std::vector<int> attended(const in_blocks& p, int layer, freekv::sequence_id id, int head) {
-  const auto report = p.report(layer)[id];
-  const auto units = report.attended.subspan(count(head) * report.attended.size() / report.corrected.size(),
-                                             count(report.attended_count[count(head)]));
-  return {units.begin(), units.end()};
 }
 
 /// Rows of a text observe the last block of a sequence in all layers.
@@ -106,8 +95,8 @@ class marked {
   }
   /// What the last row attended to.
   std::vector<int> attended() const {
-    CHECK(::attended(p_, 0, id_, 0) == ::attended(p_, 0, id_, 1));
-    return ::attended(p_, 0, id_, 0);
+    CHECK(tests::attended(p_, 0, id_, 0) == tests::attended(p_, 0, id_, 1));
+    return tests::attended(p_, 0, id_, 0);
   }
   /// Tokens that a head has ever had.
   std::size_t most() const { return most_; }

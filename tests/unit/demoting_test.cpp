@@ -12,6 +12,7 @@
 #include "../catch.hpp"
 #include "../oracle/eviction.hpp"
 #include "../sanitized.hpp"
+#include "reports.hpp"
 #include "steps.hpp"
 
 namespace {
@@ -94,18 +95,6 @@ std::vector<float> outputs(const Eviction& eviction, const layered_text& text, i
   freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
   pipeline_of<Eviction> p(settings_of(eviction, text, budget, prompt), backend);
   return run(p, text, prompt, [](auto, int, auto) {});
-}
-
-/// A head's part of a list of a report.
-std::vector<int> of_head(std::span<const std::int32_t> all, std::span<const std::int32_t> counts, int head) {
-  const auto part = all.subspan(count(head) * all.size() / counts.size(), count(counts[count(head)]));
-  return {part.begin(), part.end()};
-}
-
-std::vector<int> from_to(int first, int last) {
-  std::vector<int> all;
-  for (int i = first; i <= last; ++i) all.push_back(i);
-  return all;
 }
 
 /// A row's attention to tokens of a layer, some of them coded, by a query head in float64: how far `out` is

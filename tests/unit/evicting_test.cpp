@@ -9,6 +9,7 @@
 #include "../catch.hpp"
 #include "fused_rows.hpp"
 #include "given_pages.hpp"
+#include "reports.hpp"
 #include "steps.hpp"
 
 namespace {
@@ -123,18 +124,25 @@ std::vector<sequence_result> prompt_and_decode(forgetful& p, const text& source,
   return results;
 }
 
-/// The units that a layer's last step attended to.
-std::vector<int> attended(const forgetful& p, int layer, freekv::sequence_id id, int head) {
-  const auto report = p.report(layer)[id];
-  const auto units = report.attended.subspan(count(head) * report.attended.size() / report.corrected.size(),
-                                             count(report.attended_count[count(head)]));
-  return {units.begin(), units.end()};
-}
-
-std::vector<int> from_to(int first, int last) {
-  std::vector<int> all;
-  for (int i = first; i <= last; ++i) all.push_back(i);
-  return all;
+/// What all layers of a sequence of 101 tokens are given: keys and values (101, 2, 24), queries (101, 6, 24).
+struct rows_of_101 {
+  std::vector<float> keys = std::vector<float>(101 * 2 * 24), values = std::vector<float>(101 * 2 * 24, 1.0f),
+                     queries = std::vector<float>(101 * 6 * 24);
+};
+/// The rows from `first` on, so many, are appended in a step, and attend if they are decoded.
+void append_some(forgetful& p, freekv::sequence_id id, const rows_of_101& all, int first, int tokens,
+                 step_phase phase) {
+  const auto part = [&](const std::vector<float>& of) {
+    return std::span(of).subspan(count(first) * of.size() / 101, count(tokens) * of.size() / 101);
+  };
+  std::vector<float> out(6 * 24);
+  auto begun = p.begin_step({{id, tokens, phase}});
+  for (int layer = 0; layer < p.configuration().model.layers; ++layer) {
+    begun.append<float>(layer,
+                        {.keys = part(all.keys), .values = part(all.values), .queries = part(all.queries)});
+    if (phase == step_phase::decode) begun.attend(layer, out);
+  }
+  begun.end();
 }
 
 }  // namespace
@@ -864,7 +872,9 @@ void probe(forgetful& p, freekv::sequence_id id, const text& of, int first, int 
 
 TEST_CASE("probe rows vote for the prompt's tokens in the place of its last rows", "[eviction][probes]") {
   // Token 10 has the only key that probes look for, token 50 that of the prompt's rows; others get nothing.
-  std::vector<float> keys(101 * 2 * 24), values(keys.size(), 1.0f), rows(101 * 6 * 24), probes(40 * 6 * 24);
+  rows_of_101 given;
+  auto& [keys, values, rows] = given;
+  std::vector<float> probes(40 * 6 * 24);
   for (const int head : {0, 1})
     keys[count((10 * 2 + head) * 24)] = keys[count((50 * 2 + head) * 24 + 1)] = 30;
   for (std::size_t at = 0; at < rows.size(); at += 24) rows[at + 1] = 30;
@@ -876,20 +886,10 @@ TEST_CASE("probe rows vote for the prompt's tokens in the place of its last rows
     freekv::host_backend backend;
     forgetful p(s, backend);
     const auto id = p.open();
-    std::vector<float> out(6 * 24);
-    const auto step = [&](int first, int tokens, step_phase phase) {
-      const auto part = [&](const std::vector<float>& of) {
-        return std::span(of).subspan(count(first) * of.size() / 101, count(tokens) * of.size() / 101);
-      };
-      auto begun = p.begin_step({{id, tokens, phase}});
-      begun.append<float>(0, {.keys = part(keys), .values = part(values), .queries = part(rows)});
-      if (phase == step_phase::decode) begun.attend(0, out);
-      begun.end();
-    };
-    step(0, 100, step_phase::prefill);
+    append_some(p, id, given, 0, 100, step_phase::prefill);
     if (probe_count > 0)
       p.observe(id, 0, std::span(probes).subspan(count(first_probe) * 6 * 24, count(probe_count) * 6 * 24));
-    step(100, 1, step_phase::decode);
+    append_some(p, id, given, 100, 1, step_phase::decode);
     CHECK(attended(p, 0, id, 0) == attended(p, 0, id, 1));
     return attended(p, 0, id, 0);
   };
@@ -1121,27 +1121,16 @@ TEST_CASE("heads' budgets are those of the best tokens of all heads", "[eviction
 
 TEST_CASE("a head whose rows attend to many tokens has of those that attend to few", "[eviction]") {
   // Keys are alike in KV head 0, so that rows attend to everything alike; in head 1 they attend to 20 tokens.
-  std::vector<float> keys(101 * 2 * 24), values(keys.size(), 1.0f), rows(101 * 6 * 24);
+  rows_of_101 given;
+  auto& [keys, values, rows] = given;
   for (const int token : from_to(10, 29)) keys[count((token * 2 + 1) * 24)] = 60;
   for (std::size_t at = 0; at < rows.size(); at += 24) rows[at] = 30;
   auto s = settings_of(freekv::layer_defensive_kv{{.window = 8}});
   freekv::host_backend backend;
   forgetful p(s, backend);
   const auto id = p.open();
-  std::vector<float> out(6 * 24);
-  const auto step = [&](int first, int tokens, step_phase phase) {
-    const auto part = [&](const std::vector<float>& of) {
-      return std::span(of).subspan(count(first) * of.size() / 101, count(tokens) * of.size() / 101);
-    };
-    auto begun = p.begin_step({{id, tokens, phase}});
-    for (int layer = 0; layer < 3; ++layer) {
-      begun.append<float>(layer, {.keys = part(keys), .values = part(values), .queries = part(rows)});
-      if (phase == step_phase::decode) begun.attend(layer, out);
-    }
-    begun.end();
-  };
-  step(0, 100, step_phase::prefill);
-  step(100, 1, step_phase::decode);
+  append_some(p, id, given, 0, 100, step_phase::prefill);
+  append_some(p, id, given, 100, 1, step_phase::decode);
   // Of a fifth of each neighbour's share tokens 9 to 30 have 0.02 or more. The others of head 1 have the
   // mean, 1/92, and those of head 0 as much to a bin: of 4 * 32 beside the windows 84 are left for 324 of
   // them.
@@ -1156,7 +1145,8 @@ TEST_CASE("a head whose rows attend to many tokens has of those that attend to f
 
 TEST_CASE("query heads that vote choose for all KV heads of their layer", "[eviction][votes]") {
   // Query heads 0 to 2 look for token 50, which is KV head 0's, the others for token 10, KV head 1's.
-  std::vector<float> keys(101 * 2 * 24), values(keys.size(), 1.0f), rows(101 * 6 * 24);
+  rows_of_101 given;
+  auto& [keys, values, rows] = given;
   keys[count(50 * 2 * 24)] = keys[count((10 * 2 + 1) * 24)] = 30;
   for (std::size_t at = 0; at < rows.size(); at += 24) rows[at] = 30;
   const auto kept_by = [&](const any_eviction& eviction, int layer, int head, int threads) {
@@ -1164,20 +1154,8 @@ TEST_CASE("query heads that vote choose for all KV heads of their layer", "[evic
     freekv::host_backend backend({.threads = threads, .bytes_per_thread = 64});
     forgetful p(s, backend);
     const auto id = p.open();
-    std::vector<float> out(6 * 24);
-    const auto step = [&](int first, int tokens, step_phase phase) {
-      const auto part = [&](const std::vector<float>& of) {
-        return std::span(of).subspan(count(first) * of.size() / 101, count(tokens) * of.size() / 101);
-      };
-      auto begun = p.begin_step({{id, tokens, phase}});
-      for (int l = 0; l < 3; ++l) {
-        begun.append<float>(l, {.keys = part(keys), .values = part(values), .queries = part(rows)});
-        if (phase == step_phase::decode) begun.attend(l, out);
-      }
-      begun.end();
-    };
-    step(0, 100, step_phase::prefill);
-    step(100, 1, step_phase::decode);
+    append_some(p, id, given, 0, 100, step_phase::prefill);
+    append_some(p, id, given, 100, 1, step_phase::decode);
     return attended(p, layer, id, head);
   };
   const auto all_of = [](std::initializer_list<std::pair<int, int>> parts) {
