@@ -22,6 +22,7 @@ struct contender {
   basis_source basis = basis_source::none;
   int page = 0;                          ///< tokens; 0: the common one
   double budget_share = 1;               ///< of the common budget
+  bool by_layer_before = false;          ///< corrected and selecting by the queries of the layer before
   bool deep = false;                     ///< shown by --full alone, and not swept
   std::vector<layer_kind> head_kinds{};  ///< of a method that needs_head_list()
   std::vector<std::uint8_t> voters{};    ///< of a method that takes_voters(); none: all

@@ -125,8 +125,8 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
 /// How much of --text the sections need.
 int text_tokens(const arguments& a) {
   int needed = 1;
-  for (const char* name : {"quality", "budgets", "taus", "poolings", "queries", "speed", "continuation",
-                           "generate", "draft", "frontier", "hard_kv", "arkv"})
+  for (const char* name : {"quality", "budgets", "taus", "poolings", "sources", "queries", "speed",
+                           "continuation", "generate", "draft", "frontier", "hard_kv", "arkv"})
     if (a.does(name)) needed = std::max(needed, a.prompt + std::max(a.steps, a.deep_steps) + 1);
   if (a.does("batch")) needed = std::max(needed, a.prompt + a.steps + a.batch);  // different parts
   if (a.does("lengths"))
@@ -184,6 +184,7 @@ constexpr std::array all_sections{section{"needles", compare_needles, 0.53},
                                   section{"budgets", compare_budgets},
                                   section{"taus", compare_taus},
                                   section{"poolings", compare_poolings},
+                                  section{"sources", compare_sources},
                                   section{"queries", compare_queries},
                                   section{"speed", compare_speed, 0.1},
                                   section{"lengths", compare_lengths},

@@ -79,6 +79,8 @@ void compare_budgets(job& j);
 void compare_taus(job& j);
 /// Perplexity, divergence and mass of pooling rules and summaries.
 void compare_poolings(job& j);
+/// Divergence and mass by whose queries heads select: this step's, those of the step or the layer before.
+void compare_sources(job& j);
 /// Cosines of successive steps' queries, by layer and head.
 void compare_queries(job& j);
 /// Decoding speed, in turns with llama.cpp itself.

@@ -22,6 +22,7 @@ quality measure_quality(const contender& c, const common_settings& s, const mode
   engine decoding(model, {.threads = s.threads, .context = 1, .rows = 1});
   retrieval_attention attention(*p, model.shape(), c.keeps_everything() ? 0 : s.complete_layers);
   attention.compare_with_full(compares_attention);
+  attention.select_by_layer_before(c.by_layer_before);
   const bool is_full = full != nullptr && full->rows.empty() && c.keeps_everything();
   quality q;
   for (int step = 0; step < steps; ++step) {

@@ -11,9 +11,12 @@ void retrieval_attention::attend(const layer_rows& rows, float* output) {
   const auto n = [&](int heads, int width) { return to_size(rows.rows * heads * width); };
   const auto start = std::chrono::steady_clock::now();
   if (rows.layer == 0) begin_step(rows);
+  if (by_layer_before_ && rows.layer > 0) pipeline_.select_by(rows.layer, queries_before_);
   pipeline_.append(rows.layer, {rows.key, n(shape_.kv_heads, shape_.head_dim)},
                    {rows.value, n(shape_.kv_heads, shape_.head_dim)},
                    {rows.query, n(shape_.query_heads, shape_.head_dim)});
+  if (by_layer_before_)
+    queries_before_.assign(rows.query, rows.query + n(shape_.query_heads, shape_.head_dim));
   lse_.resize(n(shape_.query_heads, 1));
   pipeline_.attend(rows.layer, {output, n(shape_.query_heads, shape_.head_dim)}, lse_);
   seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -65,6 +65,9 @@ class retrieval_attention : public attention {
   /// attention.
   void compare_with_full(bool compare) { compare_ = compare; }
 
+  /// From now on heads are corrected and select by the queries of the layer before, in the same step.
+  void select_by_layer_before(bool select) { by_layer_before_ = select; }
+
   /// By layer and KV head, (layers, kv_heads).
   const std::vector<attention_statistics>& by_head() const { return by_head_; }
   /// Of the last step that was compared: full attention's log-sum-exp less that of what was attended to, the
@@ -83,7 +86,8 @@ class retrieval_attention : public attention {
   std::vector<sequence_id> sequences_;  // none: the pipeline's only one
   model_shape shape_;
   int complete_layers_;
-  bool compare_ = false;
+  bool compare_ = false, by_layer_before_ = false;
+  std::vector<float> queries_before_;  // the layer before's, where heads select by them
   std::vector<float> lse_, full_, full_lse_;
   std::vector<attention_statistics> by_head_;
   std::vector<step_input> step_;

@@ -164,4 +164,50 @@ void compare_poolings(job& j) {
         std::to_string(a.common.budget) + ", route resident\n");
 }
 
+void compare_sources(job& j) {
+  const arguments& a = j.options();
+  struct source {
+    const char* name;
+    const char* correction;
+    bool layer_before = false;
+  };
+  const std::vector<source> sources{{"this step's", "always"},
+                                    {"the step before's", "never"},
+                                    {"the same, but where cosines are below tau", "cosine_drift"},
+                                    {"the layer before's", "always", true}};
+  std::vector<std::string> compared;
+  std::vector<row_to_measure> rows{{j.contenders().front(), a.common, "full attention"}};
+  for (const contender& c : j.principal())
+    if (c.selects() && c.method.correction == "cosine_drift" && fits(c, a.common)) {
+      compared.push_back(c.name);
+      for (const source& of : sources) {
+        contender by = c;
+        by.method.correction = of.correction;
+        by.by_layer_before = of.layer_before;
+        rows.push_back({by, a.common, of.name});
+      }
+    }
+  const auto all = quality_of_all(j, rows, a.deep_steps);
+  std::vector<std::vector<std::string>> table_rows{{"by whose queries; " + texts_of(a)}};
+  for (const source& of : sources) table_rows.push_back({of.name});
+  for (std::size_t i = 0; i < compared.size(); ++i) {
+    table_rows[0].insert(table_rows[0].end(), {compared[i] + ": KL (95 %)", "mass kept", "before attention"});
+    for (std::size_t k = 0; k < sources.size(); ++k) {
+      const quality_of_texts& q = all[1 + i * sources.size() + k];
+      const estimate kl = add_point(j, "source", compared[i], q, {{"source", sources[k].name}});
+      const attention_statistics s = q.attention();
+      table_rows[1 + k].insert(table_rows[1 + k].end(),
+                               {with_bounds(kl), fixed(100 * s.mean_mass(), 1) + " %",
+                                fixed(q.per_step(s.recalled_before_attention), 0)});
+    }
+  }
+  j.say(
+      "\n" + table(table_rows) +
+      "KL: of the next token's distribution from full attention's, 1/1000 nat, 95 % by a block bootstrap of "
+      "steps; mass kept:\nshare of full attention's softmax mass on what is attended; before attention: "
+      "slices that are recalled a step before it\nattends, or, by the layer before's queries, while that "
+      "layer goes on. Budget " +
+      std::to_string(a.common.budget) + ", route resident.\n");
+}
+
 }  // namespace freekv::examples

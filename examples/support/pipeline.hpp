@@ -90,6 +90,11 @@ class pipeline {
   virtual void give_worths(std::span<const float> worths) {
     detail::refuse_worths("a pipeline that retrieves", worths.size());
   }
+  /// Queries by which a layer's heads are corrected and select in its next append, (rows, query_heads,
+  /// head_dim), which stay as they are until then.
+  virtual void select_by(int, std::span<const float>) {
+    detail::refuse_selecting("a method that forgets or thins prompts", "is compared by its own queries");
+  }
   /// Probe rows of a layer that observe a sequence's prompt, (rows, query_heads, head_dim), of a method that
   /// observes its last rows.
   virtual void observe(sequence_id, int, std::span<const float>) {

@@ -94,6 +94,10 @@ void pipeline_beside_sliding::observe(sequence_id id, int layer, std::span<const
   const place& at = places_.at(to_size(layer));
   if (at.of == method_.get()) at.of->observe(id, at.layer, queries);
 }
+void pipeline_beside_sliding::select_by(int layer, std::span<const float> queries) {
+  const place& at = places_.at(to_size(layer));
+  if (at.of == method_.get()) at.of->select_by(at.layer, queries);
+}
 void pipeline_beside_sliding::correct(int layer) {
   const place& at = places_.at(to_size(layer));
   at.of->correct(at.layer);

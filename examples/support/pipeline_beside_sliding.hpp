@@ -37,6 +37,7 @@ class pipeline_beside_sliding final : public pipeline {
   void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
                      std::span<const float> queries) override;
   void observe(sequence_id id, int layer, std::span<const float> queries) override;
+  void select_by(int layer, std::span<const float> queries) override;
   void correct(int layer) override;
   void attend(int layer, std::span<float> out, std::span<float> lse) override;
   void attend_full(int layer, std::span<float> out, std::span<float> lse) override;

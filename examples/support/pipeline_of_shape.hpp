@@ -1,6 +1,8 @@
 // Defines make_pipeline_of; included by the generated source of each shape alone.
 #pragma once
 
+#include <utility>
+
 #include "evicting_pipeline_of_shape.hpp"
 #include "pipeline.hpp"
 #include "settings_of_options.hpp"
@@ -34,15 +36,21 @@ class pipeline_of_shape final : public pipeline {
   void begin_step(std::span<const step_input> rows) override { step_ = pipeline_.begin_step(rows); }
   void append(int layer, std::span<const float> keys, std::span<const float> values,
               std::span<const float> queries) override {
-    step_.template append<float>(layer, {keys, values, queries});
+    step_.template append<float>(
+        layer,
+        {.keys = keys, .values = values, .queries = queries, .selecting = std::exchange(selecting_, {})});
   }
   void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
                      std::span<const float> queries) override {
     const auto elements = [](std::span<const std::byte> bytes) {
       return std::span(reinterpret_cast<const element*>(bytes.data()), bytes.size() / sizeof(element));
     };
-    step_.append(layer, {elements(keys), elements(values), queries});
+    step_.append(layer, {.keys = elements(keys),
+                         .values = elements(values),
+                         .queries = queries,
+                         .selecting = std::exchange(selecting_, {})});
   }
+  void select_by(int, std::span<const float> queries) override { selecting_ = queries; }
   void correct(int layer) override { step_.correct(layer); }
   void attend(int layer, std::span<float> out, std::span<float> lse) override {
     step_.attend(layer, out, lse);
@@ -81,6 +89,7 @@ class pipeline_of_shape final : public pipeline {
  private:
   implementation pipeline_;
   typename implementation::step step_;
+  std::span<const float> selecting_;  // of the rows that are appended next
 };
 
 template <class Shape>

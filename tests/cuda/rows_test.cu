@@ -1,6 +1,6 @@
 // Rows of an engine's own tensors on a device: queries and outputs of 16 bits, and rows that are parts of
 // longer ones, give what the same numbers give as floats that are one behind the other; and so do ranks that
-// have a KV head of the rows each.
+// have a KV head of the rows each. Heads select by other queries where these are given.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <freekv/freekv.cuh>
@@ -31,12 +31,12 @@ struct device_side {
   cuda_backend backend{compute.get(), recall.get()};
   Pipeline pipeline;
 
-  explicit device_side(bool slots, int heads = kv_heads)
-      : pipeline(settings(slots, heads), backend, {&slow, &fast}) {}
-  static typename Pipeline::settings settings(bool slots, int heads) {
+  explicit device_side(bool slots, int heads = kv_heads, int selected = 3)
+      : pipeline(settings(slots, heads, selected), backend, {&slow, &fast}) {}
+  static typename Pipeline::settings settings(bool slots, int heads, int selected) {
     typename Pipeline::settings s;
     s.model = {.layers = layers, .query_heads = heads * query_heads / kv_heads, .kv_heads = heads};
-    s.budget = {.sink = 8, .window = 16, .selected_units = 3};
+    s.budget = {.sink = 8, .window = 16, .selected_units = selected};
     s.capacity.max_tokens = max_tokens;
     s.capacity.max_sequences = 2;
     s.capacity.max_decode_rows = 2;
@@ -222,6 +222,78 @@ void compare_ranks(report& checks, const std::string& name, bool slots) {
   checks.equal(name + ": selections", reports);
 }
 
+/// Heads that select by other queries than those that attend: what is selected is these others', and where
+/// that is everything, outputs are those of the queries alone.
+template <class Pipeline>
+void compare_selecting(report& checks, const std::string& name, bool slots, int selected) {
+  random_numbers random(11);
+  device_side<Pipeline> given(slots, kv_heads, selected), others(slots, kv_heads, selected),
+      own(slots, kv_heads, selected);
+  const sequence_id id = given.pipeline.open();
+  others.pipeline.open();
+  own.pipeline.open();
+  const bool selects_all = selected * 8 >= max_tokens;
+  results<float> out(0);
+  results<std::int32_t> reports(0);
+  for (int step = 0; step < 8; ++step) {
+    const int rows = step == 0 ? 90 : random.between(1, 2);
+    const step_input input{id, rows, step == 0 ? step_phase::prefill : step_phase::decode};
+    std::vector<rows_of_step<bfloat16>> of_layer, selecting;
+    for (int layer = 0; layer < layers; ++layer) {
+      of_layer.emplace_back(random, rows);
+      selecting.emplace_back(random, rows);
+    }
+    const auto run = [&](device_side<Pipeline>& side, const auto& queries_of, pinned<float>& to) {
+      auto s = side.pipeline.begin_step({input});
+      for (int layer = 0; layer < layers; ++layer) {
+        const auto& r = of_layer[count(layer)];
+        kv_rows<bfloat16, bfloat16> of{.keys = std::span(r.fused).subspan(query_row),
+                                       .values = r.apart,
+                                       .strides = {r.stride, r.value_stride, r.stride}};
+        queries_of(layer, of);
+        s.append(layer, of);
+        const std::size_t before = to.size();
+        to.resize(before + count(rows * query_row), NAN);
+        s.attend(layer, std::span(to).subspan(before));
+        side.pipeline.synchronize();  // before outputs move
+      }
+      s.end();
+    };
+    const auto by = [&](const auto& from) {
+      return [&from](int layer, auto& of) {
+        of.queries = from[count(layer)].fused;
+        of.strides.queries = from[count(layer)].stride;
+      };
+    };
+    pinned<float> out_of_others;
+    run(
+        given,
+        [&](int layer, auto& of) {
+          of.queries = of_layer[count(layer)].fused;
+          of.selecting = selecting[count(layer)].fused;
+          of.strides.selecting = selecting[count(layer)].stride;
+        },
+        out.device);
+    run(others, by(selecting), out_of_others);
+    run(own, by(of_layer), out.host);
+    if (step == 0) continue;
+    const auto report_of = [&](device_side<Pipeline>& side, pinned<std::int32_t>& to) {
+      const step_report r = side.pipeline.report(1)[id];
+      for (int head = 0; head < kv_heads; ++head) {
+        to.insert(to.end(), {r.corrected[head], r.recalled[head], r.attended_count[head]});
+        const auto attended =
+            r.attended.subspan(r.attended.size() / kv_heads * count(head), count(r.attended_count[head]));
+        to.insert(to.end(), attended.begin(), attended.end());
+      }
+    };
+    report_of(others, reports.host);
+    report_of(given, reports.device);
+  }
+  reports.device.resize(reports.host.size(), -1);
+  checks.equal(name + ": selections", reports);
+  if (selects_all) checks.equal(name + ": outputs", out);
+}
+
 }  // namespace
 
 int main() {
@@ -233,6 +305,12 @@ int main() {
     compare<pipeline_with<cosine_drift>, bfloat16, half>(checks, "bfloat16, outputs of half" + where, slots);
     compare<pipeline_with<mass_deficit>, float, float>(checks, "floats" + where, slots);
     compare_ranks<pipeline_with<cosine_drift>>(checks, "ranks of a KV head" + where, slots);
+    for (const int selected : {3, max_tokens / 8}) {
+      compare_selecting<pipeline_with<cosine_drift>>(
+          checks, "selecting " + std::to_string(selected) + " by other queries" + where, slots, selected);
+      compare_selecting<pipeline_with<mass_deficit>>(
+          checks, "the same, corrected by mass, " + std::to_string(selected) + where, slots, selected);
+    }
     compare_ranks<pipeline_with<mass_deficit>>(checks, "ranks that correct by mass" + where, slots);
   }
   return checks.finish();

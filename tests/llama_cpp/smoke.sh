@@ -20,7 +20,7 @@ sed 's/^{/{"stop": "\\n", /' "$texts/tasks.jsonl" >"$folder/stops.jsonl"
 for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
 for layer in $(seq 1 29); do echo "$layer 4"; done >"$folder/voters.txt"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/full" \
-  --full --section quality --section budgets --section taus --section poolings --section queries --section lengths --section stages --variant freekv --variant fasa --variant dapq --variant epi_cache --variant razor_attention \
+  --full --section quality --section budgets --section taus --section poolings --section sources --section queries --section lengths --section stages --variant freekv --variant fasa --variant dapq --variant epi_cache --variant razor_attention \
   --variant razor_attention_compensated --variant compress_kv --head-list "$folder/heads.txt" "compress_kv=$folder/voters.txt" --prompt 500 --steps 4 --deep-steps 4 --budget 256 --budgets 256 320 --taus 0.5 1 \
   --lengths 400 500 --rounds 1 --timed-steps 2 --commit smoke
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/together" \

@@ -529,6 +529,20 @@ TEST_CASE("key_codes' scores and its term of the mass are the log-mass of decode
   }
 }
 
+TEST_CASE("a pipeline that completes takes no other queries to select by", "[completion]") {
+  dice dice(5);
+  const sizes s = random_sizes(dice);
+  const std::vector<float> basis = random_basis(dice, s.kv_heads, d, d);
+  const auto settings = settings_of(s, basis, dice);
+  const rows_of_text text(dice, 1, settings);
+  freekv::host_backend backend;
+  completed pipeline(settings, backend);
+  auto step = pipeline.begin_step({{pipeline.open(), 1, step_phase::prefill}});
+  CHECK_THROWS_WITH(
+      step.append<float>(0, {.keys = text.k, .values = text.v, .queries = text.q, .selecting = text.q}),
+      Contains("a pipeline that completes or samples takes no other queries to select by"));
+}
+
 TEST_CASE("what cannot be completed is refused with what to choose", "[completion]") {
   using by_boxes = freekv::retrieval_pipeline<freekv::kv_shape<float, d>, freekv::page_values>;
   using by_heads = freekv::retrieval_pipeline<freekv::kv_shape<float, d>, freekv::key_subspace<d, 32>,

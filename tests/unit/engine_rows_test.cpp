@@ -68,3 +68,118 @@ TEST_CASE("strides that rows do not fit into are refused with what is needed", "
                     Catch::Contains("attention output: 432 numbers for 3 rows of 144, 145 apart"));
   step.attend<half>(0, out);
 }
+
+namespace {
+
+/// What a step's rows select and give where heads select by the queries of another text.
+struct selected_by {
+  const text* queries = nullptr;    // that attend
+  const text* selecting = nullptr;  // none: the same
+  bool as_bfloat16 = false;         // those that select, and in longer rows
+
+  std::vector<std::int32_t> reports{};
+  std::vector<float> out{};
+
+  void run(tiny_pipeline& pipeline, freekv::sequence_id id, const text& keys, int tokens, step_phase phase) {
+    const auto& s = pipeline.configuration();
+    const int first = pipeline.tokens(id), width = s.model.query_heads * head_dim;
+    auto step = pipeline.begin_step({{id, tokens, phase}});
+    for (int layer = 0; layer < s.model.layers; ++layer) {
+      const auto rows = keys.at(layer, first, tokens), attending = queries->at(layer, first, tokens);
+      std::vector<float> given(attending.queries.begin(), attending.queries.end()), by{};
+      if (selecting != nullptr) {
+        const auto others = selecting->at(layer, first, tokens);
+        by.assign(others.queries.begin(), others.queries.end());
+      }
+      const auto narrow = stored_as<freekv::bfloat16>(given);  // which attention still reads
+      std::vector<freekv::bfloat16> longer{};
+      if (as_bfloat16) {
+        for (int row = 0; row < tokens; ++row) {
+          for (int i = 0; i < width; ++i)
+            longer.push_back(freekv::from_float<freekv::bfloat16>(by[count(row * width + i)]));
+          longer.insert(longer.end(), 3, freekv::from_float<freekv::bfloat16>(quiet_nan));
+        }
+        step.append<float, freekv::bfloat16>(layer, {.keys = rows.keys,
+                                                     .values = rows.values,
+                                                     .queries = narrow,
+                                                     .strides = {.selecting = width + 3},
+                                                     .selecting = longer});
+      } else {
+        step.append<float>(layer,
+                           {.keys = rows.keys, .values = rows.values, .queries = given, .selecting = by});
+      }
+      std::vector<float> layers_out(given.size(), quiet_nan);
+      step.attend(layer, layers_out);
+      out.insert(out.end(), layers_out.begin(), layers_out.end());
+    }
+    step.end();
+    if (phase == step_phase::prefill) return;
+    for (int layer = 0; layer < s.model.layers; ++layer) {
+      sequence_result of;
+      add_report(pipeline, layer, id, of);
+      reports.insert(reports.end(), of.report.begin(), of.report.end());
+    }
+  }
+};
+
+/// Queries as bfloat16 has them, so that no width tells them apart.
+text rounded_text(const tiny_pipeline::settings& s, std::uint64_t seed) {
+  text of(s, head_dim, 200, seed);
+  of.round_queries();
+  return of;
+}
+
+}  // namespace
+
+TEST_CASE("heads select by the queries that are given for it, and attend by the others", "[engine_rows]") {
+  int told_apart = 0;
+  for (std::uint64_t seed = 1; seed <= 24; ++seed) {
+    dice d(seed);
+    auto s = random_settings(d);
+    s.capacity.max_decode_rows = 2;
+    const bool selects_all = d.below(3) == 0;  // so that outputs are those of the queries alone
+    if (selects_all) s.budget.selected_units = 200;
+    INFO("seed " << seed << ", selects all " << selects_all);
+    const text keys = rounded_text(s, seed), others = rounded_text(s, seed + 1000);
+    freekv::host_backend backend({.threads = 1 + d.below(2)});
+    tiny_pipeline both(s, backend), by_others(s, backend), by_its_own(s, backend), narrow(s, backend);
+    const auto id = both.open();
+    REQUIRE((by_others.open() == id && by_its_own.open() == id && narrow.open() == id));
+    selected_by given{&keys, &others}, expected{&others}, own{&keys}, narrowed{&keys, &others, true};
+    for (int step = 0; step < 10; ++step) {
+      const auto phase = step == 0 ? step_phase::prefill : step_phase::decode;
+      const int tokens = step == 0 ? d.between(90, 130) : d.between(1, 2);
+      given.run(both, id, keys, tokens, phase);
+      expected.run(by_others, id, keys, tokens, phase);
+      own.run(by_its_own, id, keys, tokens, phase);
+      narrowed.run(narrow, id, keys, tokens, phase);
+    }
+    CHECK(given.reports == expected.reports);
+    CHECK(narrowed.reports == expected.reports);
+    CHECK(same_bits(given.out, narrowed.out));
+    if (selects_all) CHECK(same_bits(given.out, own.out));
+    told_apart += given.reports != own.reports;
+    CHECK_FALSE(same_bits(given.out, expected.out));
+  }
+  CHECK(told_apart > 8);
+}
+
+TEST_CASE("queries to select by are refused where they do not fit, or nothing selects", "[engine_rows]") {
+  auto s = tiny_settings();
+  fresh f(s);
+  const int width = s.model.query_heads * head_dim, kv = s.model.kv_heads * head_dim;
+  const std::vector<float> numbers(count(2 * width));
+  const freekv::kv_rows<float> rows{.keys = std::span(numbers).first(count(kv)),
+                                    .values = std::span(numbers).first(count(kv)),
+                                    .queries = numbers,
+                                    .selecting = std::span(numbers).first(count(width - 1))};
+  auto step = f.pipeline.begin_step({{f.id, 1, step_phase::prefill}});
+  CHECK_THROWS_WITH(step.append<float>(0, rows),
+                    Catch::Contains("append: selecting queries: 143 numbers for 1 rows of 144"));
+  freekv::evicting_pipeline<freekv::kv_shape<float, head_dim>, freekv::h2o> evicting(
+      {.model = s.model, .budget = 40, .capacity = {.max_prompt = 64, .max_generated = 64}}, f.backend);
+  auto all = rows;
+  all.selecting = numbers;
+  auto other = evicting.begin_step({{evicting.open(), 1, step_phase::prefill}});
+  CHECK_THROWS_WITH(other.append<float>(0, all), Catch::Contains("takes no other queries to select by"));
+}

@@ -86,6 +86,11 @@ class text {
   void zero_queries() {
     for (layer_rows& l : layers_) std::fill(l.queries.begin(), l.queries.end(), 0.0f);
   }
+  /// Rounds queries to what bfloat16 has of them.
+  void round_queries() {
+    for (layer_rows& l : layers_)
+      for (float& x : l.queries) x = rounded_to_bfloat16(x);
+  }
   /// Gives all tokens the same worth.
   void equal_worths(float worth) {
     for (layer_rows& l : layers_) std::fill(l.worths.begin(), l.worths.end(), worth);

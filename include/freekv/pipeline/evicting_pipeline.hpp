@@ -228,6 +228,7 @@ class evicting_pipeline {
       p.order_.expect(layer, "append", detail::layer_progress::waiting, detail::layer_progress::waiting);
       const state& s = p.memory_->layers[to_size(layer)];
       const auto given = detail::checked_rows(rows, {p.rows_, s.heads, head_dim}, p.any_decode());
+      if (!rows.selecting.empty()) detail::refuse_selecting("an evicting_pipeline", "selects nothing");
       const policy_needs needs = p.needs();
       if (rows.queries.empty() && p.rows_ > 0 && !s.complete && needs.prompt_queries && !p.any_decode())
         throw usage_error("append: " + detail::printed(p.settings_.eviction) +

@@ -50,6 +50,12 @@ inline std::int64_t expect_rows(const char* what, std::size_t given, int rows, s
                     "hook::worths");
 }
 
+/// Refuses queries to select by for `who`, because it `does`. Throws usage_error.
+[[noreturn, gnu::cold]] inline void refuse_selecting(const std::string& who, const char* does) {
+  throw usage_error("append: " + who + " takes no other queries to select by, as it " + does +
+                    "; leave `selecting` out");
+}
+
 /// Rows that a step has, and heads of a row.
 struct row_shape {
   int rows = 0;
@@ -74,6 +80,12 @@ step_rows<In> checked_rows(const kv_rows<In, Query>& rows, const row_shape& of, 
                      expect_rows("append: queries", rows.queries.size(), of.rows, of.query_numbers(),
                                  rows.strides.queries),
                      type_of_element<Query>};
+  given.selecting = given.queries;
+  if (!rows.selecting.empty())
+    given.selecting = {rows.selecting.data(),
+                       expect_rows("append: selecting queries", rows.selecting.size(), of.rows,
+                                   of.query_numbers(), rows.strides.selecting),
+                       type_of_element<Query>};
   return given;
 }
 

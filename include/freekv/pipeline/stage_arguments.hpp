@@ -62,6 +62,7 @@ struct step_rows {
   const In* values = nullptr;
   std::int64_t key_stride = 0, value_stride = 0;
   step_queries queries{};
+  step_queries selecting{};  // by which heads are corrected and select: `queries`, or others
 };
 
 /// Outputs of attention: `out` (rows, query_heads, head_dim) of a type, `lse` (rows, query_heads), which may

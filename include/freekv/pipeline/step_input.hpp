@@ -25,7 +25,7 @@ struct step_input {
 /// Elements from a row to the next one, where a row is part of another, as of a fused projection of queries,
 /// keys and values; 0: rows lie one behind the other.
 struct row_strides {
-  std::int64_t keys = 0, values = 0, queries = 0;
+  std::int64_t keys = 0, values = 0, queries = 0, selecting = 0;
 };
 
 /// The rows of a step as the caller hands them to a layer; they are read until the layer has attended.
@@ -39,6 +39,10 @@ struct kv_rows {
   /// (rows, kv_heads), one behind the other: what the engine says each row is worth to each KV head, of
   /// policies that take them (`hook::worths`) alone
   std::span<const float> worths{};
+  /// (rows, query_heads, head_dim): other queries than those that attend, by which decode rows' heads are
+  /// corrected and select, such as the previous layer's or a prediction; empty: `queries`. A pipeline that
+  /// retrieves takes them.
+  std::span<const Query> selecting{};
 };
 
 /// One sequence's keys and values in an engine's own paged cache: token t of it is token `t % block_tokens`

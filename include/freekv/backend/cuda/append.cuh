@@ -50,7 +50,7 @@ struct device_rows {
     return {{rows.keys, rows.values, rows.key_stride, rows.key_stride, head_dim},
             1,
             rows.value_stride,
-            rows.queries};
+            rows.selecting};
   }
   static device_rows of(const paged_rows<In>& rows) {
     return {{rows.keys, rows.values, rows.block_stride, rows.token_stride, rows.head_stride,

@@ -124,7 +124,7 @@ class stages {
     for (const step_entry& entry : of.entries) append(s, entry, rows);
     if constexpr (freekv::detail::may_complete<Settings>)
       for (const step_entry& entry : of.entries) weigh_pages(s, entry, rows.queries);
-    for (const step_entry& entry : of.entries) detect(s, entry, rows.queries);
+    for (const step_entry& entry : of.entries) detect(s, entry, rows.selecting);
   }
 
   /// Appends prompts from an engine's own cache, `rows[i]` those of the i-th entry, page by page on the
