@@ -8,6 +8,7 @@
 #include <freekv/core/error.hpp>
 #include <freekv/core/size.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace freekv {
@@ -48,6 +49,11 @@ struct attention_settings {
   std::vector<float> sink_logits{};  ///< (layers, query_heads): of a further token without a value, whose
                                      ///< weight the log-sum-exp counts; none: no such token
   log_base lse_base = log_base::e;
+  /// Units in which keys and values are stored: a key is its stored numbers times its scale (vLLM's k_scale
+  /// and v_scale). Of all, (layers), or (layers, kv_heads); none: 1. Above 0. Rows that are appended are
+  /// divided by them, but those of fp8_e4m3, which are stored numbers. Data that policies have learnt from
+  /// keys is of stored ones.
+  std::vector<float> key_scales{}, value_scales{};
 
   /// Fills in what has its default. Throws settings_error.
   [[gnu::cold]] void fill_in(const model_settings& model, int head_dim) {
@@ -64,6 +70,36 @@ struct attention_settings {
                            std::to_string(heads) + ", one for each query head of each layer, or none");
     if (std::any_of(sink_logits.begin(), sink_logits.end(), [](float logit) { return !(logit < HUGE_VALF); }))
       throw settings_error("a sink logit is NaN or infinity; -infinity is a token of no weight");
+    fill_in_scales("key_scales", key_scales, model);
+    fill_in_scales("value_scales", value_scales, model);
+  }
+
+ private:
+  /// Makes scales those of each KV head of each layer; of those that are all 1, none.
+  [[gnu::cold]] static void fill_in_scales(const char* name, std::vector<float>& scales,
+                                           const model_settings& model) {
+    const std::size_t layers = to_size(model.layers), heads = to_size(model.kv_heads);
+    const std::size_t given = scales.size();
+    if (given != 0 && given != 1 && given != layers && given != layers * heads)
+      throw settings_error(std::string(name)
+                               .append(" has ")
+                               .append(std::to_string(given))
+                               .append(" numbers; give 1, " + std::to_string(layers) +
+                                       " (one for each layer), " + std::to_string(layers * heads) +
+                                       " (one for each KV head of each layer), or none"));
+    for (const float scale : scales)
+      if (!(scale > 0.0f && scale < HUGE_VALF))
+        throw settings_error(
+            std::string(name)
+                .append(" has ")
+                .append(std::to_string(scale))
+                .append("; a scale is a number above 0, such as the largest number's size over 448"));
+    if (std::all_of(scales.begin(), scales.end(), [](float scale) { return scale == 1.0f; })) scales.clear();
+    if (scales.empty()) return;
+    std::vector<float> of_heads;
+    for (std::size_t i = 0; i < layers * heads; ++i)
+      of_heads.push_back(scales[given == 1 ? 0 : given == layers ? i / heads : i]);
+    scales = std::move(of_heads);
   }
 };
 

@@ -17,6 +17,8 @@ using uint8x32 = std::uint32_t __attribute__((vector_size(32)));
 using uint8x16 = std::uint16_t __attribute__((vector_size(16)));
 using uint8x8 = std::uint8_t __attribute__((vector_size(8)));
 using float16 = float __attribute__((vector_size(64)));
+using uint16x8 = std::uint8_t __attribute__((vector_size(16)));
+using uint16x16 = std::uint16_t __attribute__((vector_size(32)));
 using int16x16 = std::int16_t __attribute__((vector_size(32)));
 using int16x32 = std::int32_t __attribute__((vector_size(64)));
 using int8x16 = std::int16_t __attribute__((vector_size(16)));
@@ -74,9 +76,17 @@ template <class Instructions, class Vector, class Scale>
   return Instructions::where_greater(low, x, zero, e);
 }
 
-// Eight 16-bit elements to floats, for which compilers do not find the instructions. In arithmetic that any
-// target vectorises, or by these instructions: as built-ins, since <immintrin.h> is a quarter of a second to
-// compile.
+/// fp8_e4m3 in the lower halves of 16 bits as f16, divided by 2^8; NaN stays NaN.
+template <class Unsigned, class Signed>
+[[gnu::always_inline]] inline void f16_of_fp8(const Unsigned& bits, Signed& out) {
+  const Unsigned magnitude = bits & 0x7f;
+  const auto nan = reinterpret_cast<Unsigned>(magnitude == 0x7f);
+  out = reinterpret_cast<Signed>((magnitude << 7) | ((bits & 0x80) << 8) | (nan & 0x7e00));
+}
+
+// Eight 8-bit or 16-bit elements to floats, for which compilers do not find the instructions. In arithmetic
+// that any target vectorises, or by these instructions: as built-ins, since <immintrin.h> is a quarter of a
+// second to compile.
 struct portable {
   template <class Body>
   [[gnu::noinline, gnu::flatten]] static void apart(const Body& body) {
@@ -108,6 +118,23 @@ struct portable {
     std::memcpy(&bits, in, sizeof bits);
     const uint8x32 wide = __builtin_convertvector(bits, uint8x32) << 16;
     std::memcpy(&out, &wide, sizeof wide);
+  }
+  [[gnu::always_inline]] static void widen_fp8(const std::uint8_t* in, float8& out) {
+    uint8x8 bits;
+    std::memcpy(&bits, in, sizeof bits);
+    const uint8x32 wide = __builtin_convertvector(bits, uint8x32);
+    const uint8x32 magnitude = (wide & 0x7fu) << 20;
+    // As in widen_f16; the exponents differ by 120.
+    float8 value;
+    std::memcpy(&value, &magnitude, sizeof value);
+    value *= float8{} + 0x1p120f;
+    int8x32 result;
+    by_halves(result, [&](int i) {
+      const int4x32 nan = int4x32{} + (0x7f << 20);
+      return half_of<int4x32>(magnitude, i) == nan ? int4x32{} + 0x7fc00000 : half_of<int4x32>(value, i);
+    });
+    result |= reinterpret_cast<int8x32>((wide & 0x80u) << 24);
+    std::memcpy(&out, &result, sizeof result);
   }
 
   /// Lanes of x where a > b, or a == b, and of y elsewhere.
@@ -177,6 +204,14 @@ struct avx2 {
     const auto wide = __builtin_ia32_pmovzxwd256(bits);
 #endif
     out = reinterpret_cast<float8>(wide << 16);
+  }
+  /// By way of f16, whose exponents are 8 more and which has these numbers' subnormals too.
+  [[gnu::target("avx2,f16c")]] static void widen_fp8(const std::uint8_t* in, float8& out) {
+    uint8x8 bits;
+    std::memcpy(&bits, in, sizeof bits);
+    int8x16 halves;
+    f16_of_fp8(__builtin_convertvector(bits, uint8x16), halves);
+    out = __builtin_ia32_vcvtph2ps256(halves) * 256.0f;
   }
   // Without `target`, as what the team inlines into bodies of all instruction sets.
   [[gnu::always_inline]] static pack8 where_greater(const float8& a, const float8& b, const float8& x,
