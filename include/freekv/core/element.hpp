@@ -103,6 +103,8 @@ FREEKV_HD inline T from_float(float x) {
     return x;
 }
 
+namespace detail {
+
 /// A key's or value's number as it is stored where keys or values have a scale: divided by it, and rounded.
 /// A number of fp8_e4m3 is of a cache that has divided it already. (vLLM's k_scale and v_scale)
 template <element Stored, element In>
@@ -117,6 +119,8 @@ FREEKV_HD inline Stored stored_number(In x, float scale) {
 template <class In, class Stored>
 concept row_of = element<In> &&
     (std::same_as<In, Stored> || std::same_as<In, float> || std::same_as<Stored, fp8_e4m3>);
+
+}  // namespace detail
 
 /// Numbers in the caller's memory.
 struct typed_numbers {

@@ -48,7 +48,7 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
   /// or an earlier recall; then the call may be repeated.
   template <class In = element, class Query = float>
   void append(int layer, const kv_rows<In, Query>& rows) {
-    static_assert(row_of<In, element>,
+    static_assert(detail::row_of<In, element>,
                   "append takes keys and values of the stored element type, or float; of fp8_e4m3 any");
     core_type& core = this->of("append");
     const state& s =
@@ -76,7 +76,7 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
   /// `append`.
   template <class In = element>
   void append_from(int layer, std::span<const paged_rows<In>> rows) {
-    static_assert(row_of<In, element>,
+    static_assert(detail::row_of<In, element>,
                   "append_from takes keys and values of the stored element type, or float; of fp8_e4m3 any");
     core_type& core = this->of("append_from");
     const state& s = layer_in(core, layer, "append_from", detail::layer_progress::waiting,

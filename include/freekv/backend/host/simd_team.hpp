@@ -321,10 +321,14 @@ struct avx512_rows {
   [[gnu::target("avx512f,avx2")]] static void widen_fp8(const fp8_e4m3* in, float16& out) {
     constexpr int current_rounding = 4;
     std::uint16_t all = 0xffff;  // as above
-    uint16x8 bits;
+    char16 bits;
     std::memcpy(&bits, in, sizeof bits);
-    int16x16 halves;
-    f16_of_fp8(__builtin_convertvector(bits, uint16x16), halves);
+#if defined(__clang__)
+    int16x16 halves = __builtin_convertvector(reinterpret_cast<int16x8>(bits), int16x16);
+#else
+    int16x16 halves = __builtin_ia32_pmovsxbw256(bits);
+#endif
+    make_f16_of_fp8(halves);
     out = __builtin_ia32_vcvtph2ps512_mask(halves, float16{}, all, current_rounding) * 256.0f;
   }
 };
