@@ -677,7 +677,6 @@ int main() {
     // Of one layer, or of several, which share scratch; the data of summaries and codecs are of one.
     if (seed % 3 == 0 && what != made_of::summaries && what != made_of::codecs)
       give_layers(c, 2 + static_cast<int>(seed / 3 % 2));
-    if (seed % 4 == 1) give_scales(c);
     run(c, [&] {
       const auto p = make(what, c);
       compare_with_oracle(c, *p, seen, [&](int layer, const freekv::step_report& report) {

@@ -13,6 +13,7 @@ using freekv::to_size;
 
 constexpr int head_dim = 64, query_heads = 6, kv_heads = 2, layers = 3, page = 8;
 constexpr int max_tokens = 160, prompt_rows = 90, steps = 12;
+constexpr int attending_rows = 10, most_masses = query_heads * 32;
 constexpr std::size_t key_row = kv_heads * head_dim, query_row = query_heads * head_dim;
 
 /// The first layer keeps everything.
@@ -26,7 +27,8 @@ template <class Row>
 struct rows_of_text {
   std::span<const Row> keys[layers], values[layers];
   std::span<const float> queries[layers];
-  std::span<float> out, lse;     // (query_row), (query_heads)
+  std::span<float> out, lse;     // (attending_rows, query_row), (attending_rows, query_heads)
+  std::span<float> masses;       // (most_masses)
   const float* basis = nullptr;  // where the side reads it; null: the summary is min_max
   bool in_place = false;
 
@@ -73,8 +75,8 @@ std::vector<float> decode(Pipeline& pipeline, const rows_of_text<Row>& in) {
       step.append(layer, in.at(layer, prompt_rows + i, 1));
       step.attend(layer, in.out, in.lse);
       pipeline.synchronize();
-      all.insert(all.end(), in.out.begin(), in.out.end());
-      all.insert(all.end(), in.lse.begin(), in.lse.end());
+      all.insert(all.end(), in.out.begin(), in.out.begin() + query_row);
+      all.insert(all.end(), in.lse.begin(), in.lse.begin() + query_heads);
     }
     step.end();
   }
@@ -82,7 +84,35 @@ std::vector<float> decode(Pipeline& pipeline, const rows_of_text<Row>& in) {
   return all;
 }
 
-/// What the host gives.
+/// Outputs and log-sum-exps of prompt rows, and log-masses of a decode row behind them, of all layers.
+template <class Pipeline, class Row>
+std::vector<float> attend_prompt(Pipeline& pipeline, const rows_of_text<Row>& in) {
+  const sequence_id id = prompt(pipeline, in);
+  std::vector<float> all;
+  auto step = pipeline.begin_step({{id, attending_rows, step_phase::prefill}});
+  for (int layer = 0; layer < layers; ++layer) {
+    step.append(layer, in.at(layer, prompt_rows, attending_rows));
+    step.attend(layer, in.out, in.lse);
+    pipeline.synchronize();
+    all.insert(all.end(), in.out.begin(), in.out.end());
+    all.insert(all.end(), in.lse.begin(), in.lse.end());
+  }
+  step.end();
+  step = pipeline.begin_step({{id}});
+  for (int layer = 0; layer < layers; ++layer) {
+    step.append(layer, in.at(layer, prompt_rows + attending_rows, 1));
+    step.log_masses(layer, in.masses);
+    step.attend(layer, in.out);
+    pipeline.synchronize();
+    const auto entries = to_size(query_heads * step.most_attended(layer));
+    all.insert(all.end(), in.masses.begin(), in.masses.begin() + static_cast<std::ptrdiff_t>(entries));
+  }
+  step.end();
+  pipeline.release(id);
+  return all;
+}
+
+/// What the host gives: of `decode`, then of `attend_prompt`.
 std::vector<float> of_host(const rows_of_text<half>& in, bool in_fp8);
 std::vector<float> of_host(const rows_of_text<fp8_e4m3>& in);
 

@@ -7,7 +7,10 @@ std::vector<float> decoded(const rows_of_text<Row>& in) {
   using pipeline_type = pipeline_on<Element, host_backend>;
   host_backend backend;
   pipeline_type pipeline(settings_of<pipeline_type>(in), backend);
-  return decode(pipeline, in);
+  std::vector<float> all = decode(pipeline, in);
+  const std::vector<float> more = attend_prompt(pipeline, in);
+  all.insert(all.end(), more.begin(), more.end());
+  return all;
 }
 
 std::vector<float> of_host(const rows_of_text<half>& in, bool in_fp8) {

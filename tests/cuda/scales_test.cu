@@ -16,11 +16,14 @@ using namespace scales_case;
 template <class Row>
 struct shared_input {
   pinned<Row> keys[layers], values[layers];
-  pinned<float> queries[layers], out, lse, basis;
+  pinned<float> queries[layers], out, lse, masses, basis;
   float* basis_there = nullptr;
   rows_of_text<Row> of_host, of_device;
 
-  shared_input(bool by_basis, bool in_place) : out(query_row), lse(query_heads) {
+  shared_input(bool by_basis, bool in_place)
+      : out(scales_case::attending_rows * query_row),
+        lse(scales_case::attending_rows * query_heads),
+        masses(scales_case::most_masses) {
     random_numbers random(11);
     for (int layer = 0; layer < layers; ++layer) {
       of_host.keys[layer] = keys[layer] = random.normals<Row>(max_tokens * key_row, 2.0f);
@@ -29,6 +32,7 @@ struct shared_input {
     }
     of_host.out = out;
     of_host.lse = lse;
+    of_host.masses = masses;
     of_host.in_place = in_place;
     basis = random.normals<float>(to_size(layers * kv_heads * (1 + head_dim) * head_dim), 0.1f);
     const std::size_t bytes = basis.size() * sizeof(float);
@@ -120,7 +124,10 @@ void compare(report& checks, const std::string& what, const OfHost& of_host) {
       device_side<Element> there(in.of_device);
       const auto begun = decode(there.pipeline, in.of_device);
       // The sides sum in other orders.
-      checks.close(how, both(of_host(in.of_host), begun), 200);
+      std::vector<float> all = begun;
+      const std::vector<float> more = attend_prompt(there.pipeline, in.of_device);
+      all.insert(all.end(), more.begin(), more.end());
+      checks.close(how, both(of_host(in.of_host), all), 200);
       checks.equal(how + ", replayed", both(begun, there.replayed(in.of_device)));
     }
 }
