@@ -37,6 +37,7 @@ struct pipeline_options {
       sliding_layers{};   ///< (layers): the model itself restricts these, whatever the plan; empty: none
   float soft_cap = 0.0f;  ///< of attention's scores; 0: none
   std::vector<float> sink_logits{};  ///< (layers, query_heads); empty: none
+  std::vector<float> key_scales{}, value_scales{};  ///< of all, (layers) or (layers, kv_heads); empty: 1
   int complete_layers = 0;           ///< leading layers that keep everything, whatever the plan
   bool in_place = false;
   bool copy_engines = false;   ///< recall on a device, else by a kernel

@@ -24,6 +24,8 @@ Settings settings_of_options(const pipeline_options& o, const method_data& data)
   s.attention.sliding_window = o.sliding_window;
   s.attention.soft_cap = o.soft_cap;
   s.attention.sink_logits = o.sink_logits;
+  s.attention.key_scales = o.key_scales;
+  s.attention.value_scales = o.value_scales;
   s.page = {o.page};
   s.unit = {{o.method.unit}};
   s.layouts = find_by_name("layout", layouts, o.layout).make(o.method, data);

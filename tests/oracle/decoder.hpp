@@ -503,10 +503,12 @@ class decoder {
                    const weights_of_tokens& weights) const {
     const auto query_head = static_cast<std::size_t>(kv_head * group_size(s_) + g);
     const double logit = s_.sink_logits.empty() ? -infinity : s_.sink_logits[query_head];
-    const attention head =
+    attention head =
         attend(row_of(group_of(q, kv_head), g, s_.head_dim), token_rows(stored_keys_, kv_head, tokens),
-               token_rows(stored_values_, kv_head, tokens), s_.scale,
+               token_rows(stored_values_, kv_head, tokens), s_.scale * scale_of(s_.key_scales, kv_head),
                {s_.soft_cap, logit, {}, weights.log_weights, weights.doubts});
+    for (std::vector<double>* of_values : {&head.out, &head.doubt})
+      for (double& x : *of_values) x *= scale_of(s_.value_scales, kv_head);
     to.out.insert(to.out.end(), head.out.begin(), head.out.end());
     to.lse.push_back(head.lse[0]);
     to.doubt.insert(to.doubt.end(), head.doubt.begin(), head.doubt.end());

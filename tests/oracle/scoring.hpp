@@ -187,8 +187,8 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
       if (signature_product_size(query, s, s.bases[kv_head]) > largest_float) chosen.may_overflow = true;
     }
     if (has_norms && squares > largest_float) chosen.may_overflow = true;
-    chosen.score_size = std::max(chosen.score_size, selection_scale(s) * terms);
-    if (terms * std::max(1.0, selection_scale(s)) > largest_float) chosen.may_overflow = true;
+    chosen.score_size = std::max(chosen.score_size, selection_scale(s, kv_head) * terms);
+    if (terms * std::max(1.0, selection_scale(s, kv_head)) > largest_float) chosen.may_overflow = true;
   }
   if (s.pooling != pooling_kind::mean_query) return;
   for (std::size_t i = 0; i < d; ++i) {

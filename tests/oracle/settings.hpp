@@ -114,6 +114,8 @@ struct settings {
                      std::vector<std::vector<float>>& values)>
       read_back = nullptr;
   int max_rows = 1;                      // the most decode rows that one step may append
+  // Units of stored keys and values, which are what a decoder is given; one per KV head, empty: 1.
+  std::vector<double> key_scales = {}, value_scales = {};
   int sliding_window = 0;                // tokens
   double selection_scale = 0.0;          // of scores that units are selected by; 0: `scale`
   double soft_cap = 0.0;                 // scores become soft_cap * tanh(score / soft_cap); 0: none
@@ -132,8 +134,14 @@ inline settings with_summary(settings s, summary_kind summary) {
   return s;
 }
 
-inline double selection_scale(const settings& s) {
-  return s.selection_scale == 0.0 ? s.scale : s.selection_scale;
+/// The scale of a KV head's keys, or values.
+inline double scale_of(const std::vector<double>& scales, int kv_head) {
+  return scales.empty() ? 1.0 : scales[static_cast<std::size_t>(kv_head)];
+}
+
+/// Of scores of queries on stored keys.
+inline double selection_scale(const settings& s, int kv_head) {
+  return (s.selection_scale == 0.0 ? s.scale : s.selection_scale) * scale_of(s.key_scales, kv_head);
 }
 
 inline int unit_tokens(const settings& s) { return s.unit == 0 ? s.page : s.unit; }
@@ -217,6 +225,9 @@ inline void check(const settings& s) {
           "head_kinds is empty or has one kind per KV head");
   require(s.kind != layer_kind::sliding || s.sliding_window >= 1, "a sliding window has at least one token");
   require(s.soft_cap >= 0.0, "a soft cap is not negative");
+  for (const std::vector<double>* scales : {&s.key_scales, &s.value_scales})
+    require(scales->empty() || scales->size() == static_cast<std::size_t>(s.kv_heads),
+            "scales are none or one for each KV head");
   require(s.sink_logits.empty() || s.sink_logits.size() == static_cast<std::size_t>(s.query_heads),
           "sink_logits is empty or has one number per query head");
   bool any = false;

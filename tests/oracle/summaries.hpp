@@ -201,18 +201,18 @@ inline double score_unit(const settings& s, int kv_head, std::span<const float> 
   switch (s.summary) {
     case summary_kind::min_max:
     case summary_kind::centroid_box:
-      return min_max_score(q, summary.values, selection_scale(s));
+      return min_max_score(q, summary.values, selection_scale(s, kv_head));
     case summary_kind::ball:
-      return ball_score(q, summary.values, selection_scale(s));
+      return ball_score(q, summary.values, selection_scale(s, kv_head));
     case summary_kind::mean:
     case summary_kind::chunk_means:
-      return chunk_means_score(q, summary.values, selection_scale(s));
+      return chunk_means_score(q, summary.values, selection_scale(s, kv_head));
     case summary_kind::key_sketch:
-      return sketch_score(q, summary.values, selection_scale(s));
+      return sketch_score(q, summary.values, selection_scale(s, kv_head));
     case summary_kind::key_codes:
-      return codes_score(q, summary, s.key_codebooks[kv_head], selection_scale(s));
+      return codes_score(q, summary, s.key_codebooks[kv_head], selection_scale(s, kv_head));
     case summary_kind::key_clusters:
-      return cluster_score(q, summary.values[0], s.bases[kv_head], selection_scale(s));
+      return cluster_score(q, summary.values[0], s.bases[kv_head], selection_scale(s, kv_head));
     case summary_kind::key_signatures:
       return unit_collisions(q, summary, s, s.bases[kv_head]).counted;
     case summary_kind::coarse_to_fine:
@@ -220,31 +220,32 @@ inline double score_unit(const settings& s, int kv_head, std::span<const float> 
     case summary_kind::key_subspace:
       break;
   }
-  return subspace_score(q, summary.values, s.bases[kv_head], selection_scale(s));
+  return subspace_score(q, summary.values, s.bases[kv_head], selection_scale(s, kv_head));
 }
 
 /// How far `score_unit` may legitimately differ because numbers of the summary do; infinite where one of
 /// them may be infinite or not.
 inline double score_doubt(const settings& s, int kv_head, std::span<const float> q,
                           const page_summary& summary) {
-  if (s.summary == summary_kind::ball) return ball_score_doubt(q, summary, selection_scale(s));
+  if (s.summary == summary_kind::ball) return ball_score_doubt(q, summary, selection_scale(s, kv_head));
   if (s.summary == summary_kind::key_codes)
-    return codes_score_doubt(q, summary, s.key_codebooks[kv_head], selection_scale(s));
+    return codes_score_doubt(q, summary, s.key_codebooks[kv_head], selection_scale(s, kv_head));
   if (s.summary == summary_kind::key_clusters)
-    return cluster_score_doubt(q, summary, s.bases[kv_head], selection_scale(s));
+    return cluster_score_doubt(q, summary, s.bases[kv_head], selection_scale(s, kv_head));
   if (s.summary == summary_kind::key_signatures)
     return signature_score_doubt(q, summary, s, s.bases[kv_head]);
   if (summary.doubt.empty()) return 0.0;
   switch (s.summary) {
     case summary_kind::min_max:
     case summary_kind::centroid_box:
-      return min_max_score_doubt(q, summary, selection_scale(s));
+      return min_max_score_doubt(q, summary, selection_scale(s, kv_head));
     case summary_kind::key_sketch:
-      return sketch_score_doubt(q, summary, selection_scale(s));
+      return sketch_score_doubt(q, summary, selection_scale(s, kv_head));
     case summary_kind::key_subspace:
-      return subspace_score_doubt(q, summary.values, summary.doubt, s.bases[kv_head], selection_scale(s));
+      return subspace_score_doubt(q, summary.values, summary.doubt, s.bases[kv_head],
+                                  selection_scale(s, kv_head));
     default:
-      return chunk_means_score_doubt(q, summary, selection_scale(s));
+      return chunk_means_score_doubt(q, summary, selection_scale(s, kv_head));
   }
 }
 

@@ -25,7 +25,10 @@ void compare_with_oracle(const random_case& c, freekv::examples::pipeline& p, co
   };
   std::vector<one_layer> layers;
   for (int layer = 0; layer < c.options.layers; ++layer) {
-    layers.push_back({oracle::decoder(oracle_settings(c)), token_source(c), step_comparison(heads)});
+    auto settings = oracle_settings(c);
+    settings.key_scales = scales_of_layer(c.options.key_scales, layer, heads);
+    settings.value_scales = scales_of_layer(c.options.value_scales, layer, heads);
+    layers.push_back({oracle::decoder(settings), token_source(c), step_comparison(heads)});
     one_layer& l = layers.back();
     if (layer > 0) l.source.diverge(layer);
     for (int token = 0; token < c.prompt; ++token) {
@@ -47,7 +50,13 @@ void compare_with_oracle(const random_case& c, freekv::examples::pipeline& p, co
     p.end_step();
     done += chunk;
   }
-  for (one_layer& l : layers) l.expected.prompt(l.keys, l.values, c.prompt);
+  const auto stored_keys = [&c](const one_layer& l, const std::vector<float>& rows) {
+    return stored_rows(c, rows, l.expected.config().key_scales);
+  };
+  const auto stored_values = [&c](const one_layer& l, const std::vector<float>& rows) {
+    return stored_rows(c, rows, l.expected.config().value_scales);
+  };
+  for (one_layer& l : layers) l.expected.prompt(stored_keys(l, l.keys), stored_values(l, l.values), c.prompt);
 
   struct output {
     std::vector<float> out, lse;
@@ -67,7 +76,8 @@ void compare_with_oracle(const random_case& c, freekv::examples::pipeline& p, co
     for (std::size_t i = 0; i < layers.size(); ++i) {
       one_layer& l = layers[i];
       const int layer = static_cast<int>(i);
-      const auto want = l.expected.step(l.source.queries, l.source.keys, l.source.values);
+      const auto want =
+          l.expected.step(l.source.queries, stored_keys(l, l.source.keys), stored_values(l, l.source.values));
       const freekv::step_report report = p.report(layer);
       l.comparison.compare(sentence("layer ", layer, ", step ", step), c, want, report, outputs[i].out,
                            outputs[i].lse, seen);

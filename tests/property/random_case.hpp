@@ -69,7 +69,8 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << ", " << o.method.rows << ", unit " << o.method.unit << ", plan " << o.method.plan << ", "
              << o.layout << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window
              << ", cap " << o.soft_cap << ", selection scale " << o.method.selection_scale
-             << (o.sink_logits.empty() ? "" : ", sink logits") << ", pins "
+             << (o.sink_logits.empty() ? "" : ", sink logits")
+             << (o.key_scales.empty() && o.value_scales.empty() ? "" : ", scales") << ", pins "
              << (o.method.pinning == "no_pins" ? 0 : o.method.pinned) << ", store " << o.method.codec
              << (o.store_file.empty() ? ""
                  : o.direct_io        ? " direct file"
@@ -359,6 +360,40 @@ inline void give_heads(random_case& c, int kv_heads, int query_heads) {
   give_basis(c, d, kv_heads);
   give_factors(c, o.factors.rank);
   give_channels(c);
+}
+
+/// Keys and values are stored in units of scales, of all or of each KV head of each layer; of some cases
+/// those of one of the two alone.
+inline void give_scales(random_case& c) {
+  auto& o = c.options;
+  dice d(c.seed + 14);
+  const int of_keys = d.between(0, 2), of_values = of_keys == 0 ? d.between(1, 2) : d.between(0, 2);
+  const auto draw = [&](int kind, std::vector<float>& scales) {
+    scales.clear();
+    for (int i = kind == 0 ? 0 : kind == 1 ? 1 : o.layers * o.kv_heads; i > 0; --i)
+      scales.push_back(d.one_of({0.02f, 0.3f, 0.5f, 1.0f, 1.7f, 11.0f}));
+  };
+  draw(of_keys, o.key_scales);
+  draw(of_values, o.value_scales);
+}
+
+/// Of scales in options, those of a layer's KV heads; none: 1.
+inline std::vector<double> scales_of_layer(const std::vector<float>& scales, int layer, int kv_heads) {
+  std::vector<double> of_heads;
+  for (int head = 0; head < kv_heads && !scales.empty(); ++head)
+    of_heads.push_back(static_cast<double>(
+        scales[scales.size() == 1 ? 0 : static_cast<std::size_t>(layer * kv_heads + head)]));
+  return of_heads;
+}
+
+/// Rows (tokens, kv_heads, head_dim) as a pipeline stores them by the scales of a layer's KV heads.
+inline std::vector<float> stored_rows(const random_case& c, std::vector<float> rows,
+                                      const std::vector<double>& scales) {
+  const auto heads = static_cast<std::size_t>(c.options.kv_heads),
+             d = static_cast<std::size_t>(c.options.head_dim);
+  for (std::size_t i = 0; i < rows.size() && !scales.empty(); ++i)
+    rows[i] = rounded(rows[i] / static_cast<float>(scales[i / d % heads]), c.options.element);
+  return rows;
 }
 
 /// Each query head samples tokens by `bits` in each of `tables`, as `colliding` has it, of all else as it was

@@ -123,6 +123,25 @@ TEST_CASE("query heads beyond a mask's word, in several parts of attention, agre
   CHECK(seen.compared_outputs > 2000);
 }
 
+TEST_CASE("keys and values that are stored in units of scales agree with the oracle", "[property]") {
+  freekv::host_backend alone({.overlap = false}), many({.threads = 3, .bytes_per_thread = 512});
+  coverage seen;
+  for (std::uint64_t seed = 1000; seed < 1000 + some_of(120u); ++seed) {
+    random_case c = make_case(seed);
+    if (seed % 6 == 0) sample_tokens(c, 3, 12);
+    give_scales(c);
+    try {
+      compare_with_oracle(c, seed % 2 == 0 ? alone : many, seen);
+    } catch (const disagreement& d) {
+      INFO(c);
+      FAIL(d.what);
+    }
+  }
+  CHECK(seen.firm_selections > some_of(500));
+  CHECK(seen.compared_outputs > some_of(5000));
+  CHECK(seen.corrected > some_of(50));
+}
+
 TEST_CASE("tokens that query heads sample by hash collisions agree with the oracle", "[property]") {
   freekv::host_backend alone({.overlap = false}), many({.threads = 3, .bytes_per_thread = 512});
   coverage seen;

@@ -51,9 +51,11 @@ struct selecting_case {
     s.selection = {p, temperatures};
     return s;
   }
-  std::vector<float> calibrated() const {
+  std::vector<float> calibrated(const std::vector<float>& key_scales = {}) const {
     std::vector<float> temperatures(kv_heads);
-    freekv::calibrate_top_p<shape>(freekv::checked_settings<d>(settings({})), 0, keys, query, temperatures);
+    auto s = settings({});
+    s.attention.key_scales = key_scales;
+    freekv::calibrate_top_p<shape>(freekv::checked_settings<d>(s), 0, keys, query, temperatures);
     return temperatures;
   }
   /// Units that each KV head selects for a row with the query of the prompt's last.
@@ -103,6 +105,16 @@ struct selecting_case {
 };
 
 }  // namespace
+
+TEST_CASE("temperatures are the same where keys are stored in units of a power of two", "[top_p]") {
+  dice d(22);
+  selecting_case c(d, 0.8f);
+  for (const bool by_means : {false, true}) {
+    c.by_means = by_means;
+    CHECK(c.calibrated({0.25f}) == c.calibrated());
+    CHECK(c.calibrated({8.0f, 0.5f}) == c.calibrated());
+  }
+}
 
 TEST_CASE("by calibrated temperatures as many pages are selected as have p of the attention", "[top_p]") {
   dice d(21);

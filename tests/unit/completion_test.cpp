@@ -310,6 +310,38 @@ TEST_CASE("completed attention is what its definition says, row by row", "[compl
   CHECK(tails > 100);
 }
 
+TEST_CASE("completed attention with scales that are powers of two is that without, bit for bit",
+          "[completion]") {
+  dice dice(seed(73));
+  for (int trial = 0; trial < 20; ++trial) {
+    const sizes of = random_sizes(dice);
+    const auto basis = random_basis(dice, of.kv_heads, d, d);
+    auto stored_basis = basis;
+    for (int head = 0; head < of.kv_heads; ++head)
+      for (int i = 0; i < d; ++i) stored_basis[count(head * (1 + d) * d + i)] /= head == 0 ? 0.25f : 8.0f;
+    freekv::host_backend backend({.threads = 1 + dice.below(3), .overlap = dice.below(2) == 0});
+    const auto s = settings_of(of, basis, dice);
+    auto scaled = s;
+    scaled.summary.basis.data = stored_basis.data();
+    scaled.attention.key_scales = {0.25f, 8.0f};
+    scaled.attention.value_scales = {4.0f, 0.5f};
+    scaled.attention.key_scales.resize(count(of.kv_heads));
+    scaled.attention.value_scales.resize(count(of.kv_heads));
+    completed plain(s, backend), other(scaled, backend);
+    const rows_of_text text(dice, s.capacity.max_tokens, plain.configuration());
+    const auto id = plain.open(), same_id = other.open();
+    INFO(of << ", " << plain.name() << ", trial " << trial);
+    const int prompt = 6 * of.page + dice.below(6 * of.page);
+    run(plain, id, text, prompt, step_phase::prefill);
+    run(other, same_id, text, prompt, step_phase::prefill);
+    for (int step = 0; step < 12; ++step) {
+      const int rows = 1 + dice.below(of.rows);
+      REQUIRE(run(plain, id, text, rows, step_phase::decode) ==
+              run(other, same_id, text, rows, step_phase::decode));
+    }
+  }
+}
+
 TEST_CASE("where a page's values are alike, completed attention is attention to everything", "[completion]") {
   dice dice(seed(72));
   int rows_compared = 0;

@@ -20,6 +20,8 @@ TEST_CASE("rows of 16 bits in a fused tensor give what the same numbers give as 
     auto s = random_settings(d);
     s.capacity.max_sequences = 2;
     s.capacity.max_decode_rows = 2;
+    if (seed % 3 == 0) s.attention.key_scales = {0.3f};
+    if (seed % 4 == 0) s.attention.value_scales = {0.7f, 3.0f, 0.01f};
     INFO("seed " << seed);
     const text sources[] = {text(s, head_dim, 200, seed), text(s, head_dim, 200, seed + 1000)};
     freekv::host_backend backend({.threads = 1 + d.below(2)});
@@ -42,6 +44,47 @@ TEST_CASE("rows of 16 bits in a fused tensor give what the same numbers give as 
         compare_step<half, freekv::bfloat16>(plain, fused, rows, of, d);
       else
         compare_step<float, float>(plain, fused, rows, of, d);
+    }
+  }
+}
+
+TEST_CASE("scales that are powers of two change no bit of what all that is made of keys and values gives",
+          "[engine_rows]") {
+  const std::vector<float> of_keys{4.0f, 0.25f, 2.0f, 0.5f, 1.0f, 8.0f},
+      of_values{0.5f, 2.0f, 4.0f, 1.0f, 0.125f, 4.0f};
+  std::vector<float> stored_basis = basis_data();
+  constexpr std::size_t of_head = (1 + 8) * head_dim;
+  for (std::size_t head = 0; head < of_keys.size(); ++head)
+    for (std::size_t i = 0; i < head_dim; ++i) stored_basis[head * of_head + i] /= of_keys[head];
+  for (std::uint64_t seed = 1; seed <= 24; ++seed) {
+    dice d(seed);
+    auto s = random_settings(d);
+    s.capacity.max_decode_rows = 2;
+    if (seed % 5 == 0) s.attention.soft_cap = 3.0f;
+    auto scaled = s;
+    scaled.attention.key_scales = of_keys;
+    scaled.attention.value_scales = of_values;
+    freekv::resolve(scaled.summary, [&]<class S>(const S& summary) {
+      if constexpr (std::is_same_v<S, freekv::key_subspace<8, 3>>) {
+        S of_stored = summary;
+        of_stored.basis.data = stored_basis.data();
+        scaled.summary = of_stored;
+      }
+    });
+    INFO("seed " << seed);
+    const text source(s, head_dim, 200, seed);
+    fresh plain(s), other(scaled);
+    const auto same = [&](int tokens, step_phase phase) {
+      return run_step(plain.pipeline, plain.id, source, tokens, phase) ==
+             run_step(other.pipeline, other.id, source, tokens, phase);
+    };
+    REQUIRE(same(d.between(20, 100), step_phase::prefill));
+    for (int step = 0; step < 30; ++step) {
+      REQUIRE(same(d.between(1, 2), step_phase::decode));
+      if (d.below(8) != 0) continue;
+      const int kept = plain.pipeline.tokens(plain.id) - d.between(1, 10);
+      plain.pipeline.truncate(plain.id, kept);
+      other.pipeline.truncate(other.id, kept);
     }
   }
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../catch.hpp"
+#include "../oracle/codec.hpp"
 #include "rows.hpp"
 
 namespace {
@@ -456,8 +457,31 @@ TEMPLATE_TEST_CASE("all 65536 patterns of 16 bits widen to the number they stand
   }
 }
 
+TEST_CASE("all 256 patterns of fp8 widen to the number they stand for, in every lane", "[team]") {
+  std::vector<freekv::fp8_e4m3> all;
+  for (int i = 0; i < 256 * 17; ++i) all.push_back({static_cast<std::uint8_t>(i / 17)});
+  for (const executor on : executors()) {
+    INFO(on);
+    std::vector<float> wide(all.size()), loaded(all.size());
+    run_on(on, [&](auto team) {
+      team.widen(all.data(), wide.data(), 256 * 17);
+      using wide_type = typename freekv::detail::wide_team<decltype(team)>::type;
+      for (std::size_t i = 0; i < all.size(); i += wide_type::width)
+        wide_type{}.store(&loaded[i], wide_type{}.load(&all[i]));
+    });
+    int wrong = 0;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      const auto expected = static_cast<float>(oracle::fp8_number(all[i].bits));
+      for (const float got : {wide[i], loaded[i]})
+        if (!same_number(got, expected) || (!std::isnan(expected) && std::signbit(got) != all[i].bits / 128))
+          ++wrong;
+    }
+    CHECK(wrong == 0);
+  }
+}
+
 TEMPLATE_TEST_CASE("widen writes n numbers and no more, at any alignment of its input", "[team]", float, half,
-                   bfloat16) {
+                   bfloat16, freekv::fp8_e4m3) {
   dice d(3);
   const auto elements = stored_as<TestType>(normals(d, 300));
   const auto expected = values_of(elements);

@@ -16,23 +16,27 @@ using half = __half;
 using bfloat16 = __nv_bfloat16;
 
 /// 8 bits: a sign, 4 of exponent with bias 7, 3 of mantissa, by the convention of OCP's E4M3 ("E4M3FN"): no
-/// infinity, NaN where all 7 bits are set, 448 the largest number. A codec stores it; nothing computes with
-/// it.
+/// infinity, NaN where all 7 bits are set, 448 the largest number. Keys and values may be kept in it, and
+/// codecs store it; nothing computes with it.
 struct fp8_e4m3 {
   std::uint8_t bits = 0;
 };
 
+/// Types of queries and outputs.
+template <class T>
+concept query_element = std::same_as<T, float> || std::same_as<T, half> || std::same_as<T, bfloat16>;
+
 /// Types of keys and values in the fast tier.
 template <class T>
-concept element = std::same_as<T, float> || std::same_as<T, half> || std::same_as<T, bfloat16>;
+concept element = query_element<T> || std::same_as<T, fp8_e4m3>;
 
-/// Types that a number may be stored as.
+/// Types that a number may be stored as: all of `element`.
 template <class T>
-concept storage_element = element<T> || std::same_as<T, fp8_e4m3>;
+concept storage_element = element<T>;
 
-/// An element that is known at run time alone.
+/// The type of queries or outputs, known at run time alone.
 enum class element_type : std::uint8_t { f32, f16, bf16 };
-template <element T>
+template <query_element T>
 inline constexpr element_type type_of_element = std::same_as<T, half>       ? element_type::f16
                                                 : std::same_as<T, bfloat16> ? element_type::bf16
                                                                             : element_type::f32;
@@ -98,6 +102,25 @@ FREEKV_HD inline T from_float(float x) {
   else
     return x;
 }
+
+namespace detail {
+
+/// A key's or value's number as it is stored where keys or values have a scale: divided by it, and rounded.
+/// A number of fp8_e4m3 is of a cache that has divided it already. (vLLM's k_scale and v_scale)
+template <element Stored, element In>
+FREEKV_HD inline Stored stored_number(In x, float scale) {
+  if constexpr (std::same_as<In, fp8_e4m3> && std::same_as<Stored, fp8_e4m3>)
+    return x;
+  else
+    return from_float<Stored>(to_float(x) / scale);
+}
+
+/// Types of rows that are appended to a cache of `Stored`: that, or floats; to fp8_e4m3 any.
+template <class In, class Stored>
+concept row_of = element<In> &&
+    (std::same_as<In, Stored> || std::same_as<In, float> || std::same_as<Stored, fp8_e4m3>);
+
+}  // namespace detail
 
 /// Numbers in the caller's memory.
 struct typed_numbers {

@@ -59,7 +59,8 @@ namespace freekv {
 template <class T>
 concept team = std::semiregular<typename T::pack> && std::constructible_from<typename T::pack, float> &&
     requires(const T t, typename T::pack x, const typename T::pack (&packs)[T::width], const float* in,
-             float* out, const half* half_in, const bfloat16* bfloat16_in, const std::uint8_t* codes) {
+             float* out, const half* half_in, const bfloat16* bfloat16_in, const fp8_e4m3* fp8_in,
+             const std::uint8_t* codes) {
   { T::width } -> std::convertible_to<int>;
   { (x + x) } -> std::same_as<typename T::pack>;
   { (x - x) } -> std::same_as<typename T::pack>;
@@ -67,6 +68,7 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   { t.load(in) } -> std::same_as<typename T::pack>;
   { t.load(half_in) } -> std::same_as<typename T::pack>;
   { t.load(bfloat16_in) } -> std::same_as<typename T::pack>;
+  { t.load(fp8_in) } -> std::same_as<typename T::pack>;
   t.store(out, x);
   { t.maximum(x, x) } -> std::same_as<typename T::pack>;
   { t.minimum(x, x) } -> std::same_as<typename T::pack>;
@@ -87,6 +89,7 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   t.widen(in, out, 8);
   t.widen(half_in, out, 8);
   t.widen(bfloat16_in, out, 8);
+  t.widen(fp8_in, out, 8);
   t.prefetch(in);
   { t.lane() } -> std::same_as<int>;
   { t.lanes() } -> std::same_as<int>;

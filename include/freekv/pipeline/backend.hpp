@@ -56,7 +56,7 @@ concept pipeline_tables = requires(T& tables, State& layer, const float* logits,
   { T::block_alignment } -> std::convertible_to<std::uintptr_t>;              // bytes, of an engine's tensor
   tables.page_tables.host[0] = tables.slot_sets.host[0];
   { T::template take<std::int32_t>(std::size_t{}, slow, fast).device } -> std::convertible_to<std::int32_t*>;
-  { tables.take_sink_logits(logits, std::size_t{}, fast) } -> std::convertible_to<const float*>;
+  { tables.take_layer_floats(logits, std::size_t{}, fast) } -> std::convertible_to<const float*>;
   { tables.take_block_ids(ids, std::size_t{}, slow, fast) } -> std::convertible_to<const std::int32_t*>;
   tables.take_arrays(layer, 1, T::template take<std::int32_t>(std::size_t{}, slow, fast),
                      T::template take<layer_kind>(std::size_t{}, slow, fast), slow, fast);

@@ -53,6 +53,9 @@ namespace freekv {
 template <class Shape, class Eviction, class Backend = host_backend>
 class evicting_pipeline {
   static_assert(sizeof(detail::checked_policy<Eviction>) > 0);
+  static_assert(query_element<typename Shape::element_type>,
+                "an evicting_pipeline keeps keys and values as float, half or bfloat16; fp8_e4m3 is for a "
+                "retrieval_pipeline");
   static_assert(evicting_backend<Backend, Shape, eviction_settings<Eviction>>,
                 "an evicting pipeline's backend has the stages of freekv/pipeline/eviction_backend.hpp");
   using state = detail::eviction_state<Shape>;
@@ -173,7 +176,7 @@ class evicting_pipeline {
   /// appended.
   template <class Query = float>
   void observe(sequence_id id, int layer, std::type_identity_t<std::span<const Query>> queries) {
-    static_assert(freekv::element<Query>, "observe takes queries of float, half or bfloat16");
+    static_assert(query_element<Query>, "observe takes queries of float, half or bfloat16");
     order_.expect_outside_step("observe");
     order_.expect_layer(layer, "observe");
     known(id);
@@ -198,7 +201,7 @@ class evicting_pipeline {
   template <class Out = float, class Query = float>
   void attend_behind(sequence_id id, int layer, std::type_identity_t<std::span<const Query>> queries,
                      std::type_identity_t<std::span<Out>> out, std::span<float> lse = {}) {
-    static_assert(freekv::element<Query>, "attend_behind takes queries of float, half or bfloat16");
+    static_assert(query_element<Query>, "attend_behind takes queries of float, half or bfloat16");
     order_.expect_outside_step("attend_behind");
     order_.expect_layer(layer, "attend_behind");
     known(id);

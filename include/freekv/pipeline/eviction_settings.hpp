@@ -142,6 +142,10 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
         "an evicting pipeline selects nothing and attends without a sliding window, a soft cap and sink "
         "logits; leave out selection_scale and these, or take a retrieval_pipeline");
   s.attention.fill_in(s.model, HeadDim);
+  if (!s.attention.key_scales.empty() || !s.attention.value_scales.empty())
+    fail(
+        "an evicting pipeline keeps keys and values as they are; leave out key_scales and value_scales, or "
+        "take a retrieval_pipeline");
   return s;
 }
 

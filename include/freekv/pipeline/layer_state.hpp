@@ -25,6 +25,8 @@ struct layer_state : selection_state {
   static constexpr int head_dim = Shape::head_dim;
 
   const float* sink_logits = nullptr;      // (query head); null: none
+  const float* key_scales = nullptr;       // (kv head): stored keys are in units of it; null: of 1
+  const float* value_scales = nullptr;     // (kv head), likewise
   strided_pages<element, head_dim> store;  // by store page, unless encoded
   strided_pages<element, head_dim> open;   // by sequence * open_pages + page % open_pages, if encoded
   slice_store slices;                      // complete pages, if encoded
@@ -38,6 +40,15 @@ struct layer_state : selection_state {
   std::byte* page_values = nullptr;  // (sequence, kv head, max_pages, page_value_bytes), where there are any
   std::byte* shared = nullptr;  // (store page, shared_bytes): what a codec keeps of a page, if encoded
   std::size_t shared_bytes = 0;
+
+  /// Scales of the scores of queries on a KV head's stored keys, of attention and of selection, and of its
+  /// outputs.
+  FREEKV_HD float scale_of(int head) const { return scaled_by(key_scales, head, scale); }
+  FREEKV_HD float selection_scale_of(int head) const { return scaled_by(key_scales, head, selection_scale); }
+  FREEKV_HD float value_scale_of(int head) const { return scaled_by(value_scales, head, 1.0f); }
+  FREEKV_HD static float scaled_by(const float* scales, int head, float of_all) {
+    return scales == nullptr ? of_all : of_all * scales[head];
+  }
 
   FREEKV_HD float* kept_query(int sequence, int head, int decode_row = 0) const {
     const std::size_t nth = head_index(sequence, head) * to_size(decode_rows) + to_size(decode_row);

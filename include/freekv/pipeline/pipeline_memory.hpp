@@ -81,8 +81,15 @@ class pipeline_memory {
     if (!s.attention.sink_logits.empty()) {
       const float* const logits =
           s.attention.sink_logits.data() + to_size(layer) * to_size(s.model.query_heads);
-      l.sink_logits = tables.take_sink_logits(logits, to_size(s.model.query_heads), fast);
+      l.sink_logits = tables.take_layer_floats(logits, to_size(s.model.query_heads), fast);
     }
+    const auto scales_of = [&](const std::vector<float>& scales) -> const float* {
+      if (scales.empty()) return nullptr;
+      const std::size_t heads = to_size(s.model.kv_heads);
+      return tables.take_layer_floats(scales.data() + to_size(layer) * heads, heads, fast);
+    };
+    l.key_scales = scales_of(s.attention.key_scales);
+    l.value_scales = scales_of(s.attention.value_scales);
     l.encoded = s.encodes() && l.kind != layer_kind::complete;
     l.open_pages = s.open_pages();
     l.pins = s.pinned_units();

@@ -41,14 +41,15 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
 
   /// Appends the step's rows to a layer, summarises pages they complete, and finds the heads that have
   /// drifted. Waits for the layer's recall of the step before. Keys and values are of the stored element
-  /// type, or float to be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`. Queries
+  /// type, or float to be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`; of a shape
+  /// of fp8_e4m3 half and bfloat16 too. Scales divide all rows but those of fp8_e4m3. Queries
   /// are float, half or bfloat16, `append<half, half>`, and stay as they are until the layer has attended;
   /// rows may be parts of others, by `strides`. Throws usage_error, or store_error where the file fails this
   /// or an earlier recall; then the call may be repeated.
   template <class In = element, class Query = float>
   void append(int layer, const kv_rows<In, Query>& rows) {
-    static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
-                  "append takes keys and values of the stored element type, or float");
+    static_assert(detail::row_of<In, element>,
+                  "append takes keys and values of the stored element type, or float; of fp8_e4m3 any");
     core_type& core = this->of("append");
     const state& s =
         layer_in(core, layer, "append", detail::layer_progress::waiting, detail::layer_progress::waiting);
@@ -74,14 +75,14 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
   /// stream, of a device behind what the compute stream has been given; until `synchronize`, or the layer's
   /// next append, of a device as its compute stream has it, the engine's blocks and the tables stay as they
   /// are. On the host at most as many pages are in flight as the stream queues; more wait. Keys and values
-  /// are of the stored element type, or float: `append_from<float>(layer, tables)`. With a codec or a file it
+  /// are of the types that `append` takes: `append_from<float>(layer, tables)`. With a codec or a file it
   /// waits for the layer's recall of the step before, and with a file it copies at once; of a device it is
   /// the compute stream that waits, and copies where there is a codec. Throws usage_error, or store_error, as
   /// `append`.
   template <class In = element>
   void append_from(int layer, std::span<const paged_rows<In>> rows) {
-    static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
-                  "append_from takes keys and values of the stored element type, or float");
+    static_assert(detail::row_of<In, element>,
+                  "append_from takes keys and values of the stored element type, or float; of fp8_e4m3 any");
     core_type& core = this->of("append_from");
     const state& s = layer_in(core, layer, "append_from", detail::layer_progress::waiting,
                               detail::layer_progress::waiting);

@@ -69,7 +69,7 @@ struct row_shape {
 /// Rows as stages take them; queries where they are needed, or given. Throws usage_error.
 template <class In, class Query>
 step_rows<In> checked_rows(const kv_rows<In, Query>& rows, const row_shape& of, bool needs_queries) {
-  static_assert(element<Query>, "append takes queries of float, half or bfloat16");
+  static_assert(query_element<Query>, "append takes queries of float, half or bfloat16");
   step_rows<In> given{rows.keys.data(), rows.values.data()};
   given.key_stride =
       expect_rows("append: keys", rows.keys.size(), of.rows, of.kv_numbers(), rows.strides.keys);
@@ -94,7 +94,7 @@ step_rows<In> checked_rows(const kv_rows<In, Query>& rows, const row_shape& of, 
 template <class Out>
 attention_output checked_output(std::span<Out> out, std::int64_t stride, std::span<float> lse, float per_nat,
                                 const row_shape& of) {
-  static_assert(element<Out>, "outputs are float, half or bfloat16");
+  static_assert(query_element<Out>, "outputs are float, half or bfloat16");
   if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), of.rows, of.heads.query);
   return {out.data(), lse.empty() ? nullptr : lse.data(), per_nat,
           expect_rows("attention output", out.size(), of.rows, of.query_numbers(), stride),

@@ -36,6 +36,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 
 namespace freekv::detail {
 
@@ -252,6 +253,8 @@ class saved_prefix {
     line("kv_heads", std::to_string(s.model.kv_heads));
     line("layers", std::to_string(s.model.layers));
     line("plan", plan_of(s));
+    if (!s.attention.key_scales.empty()) line("key_scales", sum_of(s.attention.key_scales));
+    if (!s.attention.value_scales.empty()) line("value_scales", sum_of(s.attention.value_scales));
     line("codec", name_of(s.codec));
     line("summary", name_of(s.summary));
     line("pinning", s.pinned_units() > 0 ? name_of(s.pinning) : "none");
@@ -259,6 +262,9 @@ class saved_prefix {
       throw usage_error("save_prefix: what the prefix fits takes " + std::to_string(text.size()) +
                         " bytes to say; a plan by head has to be shorter");
     return text;
+  }
+  static std::string sum_of(const std::vector<float>& numbers) {
+    return hexadecimal(checksum(std::as_bytes(std::span(numbers))));
   }
   /// Kinds of layers, a letter each, or one for each of its KV heads where these are not alike.
   static std::string plan_of(const auto& s) {

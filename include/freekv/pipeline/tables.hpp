@@ -43,7 +43,7 @@ struct host_tables {
   }
   /// Memory of rows that are read in every step.
   static carver& memory_read_each_step(carver& slow, carver&) { return slow; }
-  const float* take_sink_logits(const float* given, std::size_t, carver&) const { return given; }
+  const float* take_layer_floats(const float* given, std::size_t, carver&) const { return given; }
   const std::int32_t* take_block_ids(const std::int32_t* given, std::size_t, carver&, carver&) const {
     return given;
   }
@@ -66,7 +66,7 @@ struct device_tables {
   std::vector<host_and_device<std::int32_t>> selected_blocks{};
   std::vector<host_and_device<std::int32_t>> block_ids{};   // by layer: of slots in an engine's tensor
   std::vector<host_and_device<layer_kind>> head_kinds{};    // by layer
-  std::vector<host_and_device<const float>> sink_logits{};  // by layer
+  std::vector<host_and_device<const float>> layer_floats{};  // sink logits and scales, in any order
   /// by layer: `flagged_count`, and what `for_each_array` lists
   std::vector<host_and_device<std::byte>> arrays{};
   std::vector<State> layers{};  // as the host sees them: its tables, and the copies of these arrays
@@ -78,9 +78,9 @@ struct device_tables {
   }
   /// Memory of rows that are read in every step: the device's own.
   static carver& memory_read_each_step(carver&, carver& fast) { return fast; }
-  const float* take_sink_logits(const float* given, std::size_t count, carver& fast) {
-    sink_logits.push_back({given, fast.take<float>(count), count});
-    return sink_logits.back().device;
+  const float* take_layer_floats(const float* given, std::size_t count, carver& fast) {
+    layer_floats.push_back({given, fast.take<float>(count), count});
+    return layer_floats.back().device;
   }
   const std::int32_t* take_block_ids(const std::int32_t* given, std::size_t count, carver& slow,
                                      carver& fast) {

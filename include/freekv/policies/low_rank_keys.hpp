@@ -204,6 +204,7 @@ struct low_rank_keys<Rank>::slice_codec {
   FREEKV_HD static constexpr float largest() {
     return std::is_same_v<Element, half>       ? 65504.0f
            : std::is_same_v<Element, bfloat16> ? 0x1.fep127f
+           : std::is_same_v<Element, fp8_e4m3> ? 448.0f
                                                : 0x1.fffffep127f;
   }
   FREEKV_HD const float* mean() const { return policy.basis.mean(place.layer, place.head); }

@@ -64,12 +64,14 @@ struct device_rows {
               blocks.values + nth * value_stride + head * blocks.head_stride, 0};
     return rows_behind(blocks.slice(block_id{token / block_tokens}, head), token % block_tokens);
   }
-  /// Keys of an entry's tokens from `token` on, as `Element`: null where they are not elements, one row a
-  /// stride behind the other.
+  /// Keys of an entry's tokens from `token` on, as `Element`: null where they are not elements, or are not
+  /// stored as they are, `scaled`; one row a stride behind the other.
   template <class Element>
-  __device__ head_slice<const Element> elements(const step_entry& entry, int token, int head) const {
+  __device__ head_slice<const Element> elements(const step_entry& entry, int token, int head,
+                                                bool scaled) const {
     if constexpr (std::is_same_v<In, Element>)
-      if (blocks.ids == nullptr) return {row(entry, token, head).key, nullptr, blocks.block_stride};
+      if (blocks.ids == nullptr && (!scaled || std::is_same_v<In, fp8_e4m3>))
+        return {row(entry, token, head).key, nullptr, blocks.block_stride};
     return {};
   }
 };
@@ -83,10 +85,10 @@ struct append_scratch {
   FREEKV_HD std::int64_t each() const { return keys + numbers; }
 };
 
-/// One row of head_dim elements, rounded where it is of floats: 16 bytes written at a time where addresses
-/// allow it.
+/// One row of head_dim elements, divided by `scale`, unless it is 1, and rounded where it is of others: 16
+/// bytes written at a time where addresses allow it.
 template <class Team, class Element, class In>
-__device__ void put_row(Team team, int head_dim, const In* from, Element* to) {
+__device__ void put_row(Team team, int head_dim, const In* from, Element* to, float scale = 1.0f) {
   constexpr int each = 16 / static_cast<int>(sizeof(Element));
   struct alignas(16) elements {
     Element x[each];
@@ -94,11 +96,12 @@ __device__ void put_row(Team team, int head_dim, const In* from, Element* to) {
   struct alignas(16) numbers {
     In x[each];
   };
-  const auto element_of = [](In x) {
+  const auto element_of = [scale](In x) {
+    if (scale != 1.0f) return stored_number<Element>(x, scale);
     if constexpr (std::is_same_v<In, Element>)
       return x;
     else
-      return from_float<Element>(x);
+      return from_float<Element>(to_float(x));
   };
   const bool aligned =
       reinterpret_cast<std::uintptr_t>(from) % 16 == 0 && reinterpret_cast<std::uintptr_t>(to) % 16 == 0;
@@ -162,14 +165,15 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   const bool in_slots = fixed_slot != slot_id::none;
   head_slice<element> slot;
   if (in_slots) slot = s.block_slice(entry.sequence, fixed_slot, head);
+  const float key_scale = s.scaled_by(s.key_scales, head, 1.0f), value_scale = s.value_scale_of(head);
   for (int token = first; token < last; ++token) {
     const head_slice<const In> row = rows.row(entry, token, head);
     const int t = token - page_begin;
-    put_row(team, d, row.key, kept.key + t * kept.stride);
-    put_row(team, d, row.value, kept.value + t * kept.stride);
+    put_row(team, d, row.key, kept.key + t * kept.stride, key_scale);
+    put_row(team, d, row.value, kept.value + t * kept.stride, value_scale);
     if (!in_slots) continue;
-    put_row(team, d, row.key, slot.key + t * slot.stride);
-    put_row(team, d, row.value, slot.value + t * slot.stride);
+    put_row(team, d, row.key, slot.key + t * slot.stride, key_scale);
+    put_row(team, d, row.value, slot.value + t * slot.stride, value_scale);
   }
   if (last < page_end || s.kind_of(head) != layer_kind::retrieval) return;
   if constexpr (block_summary<Summary>::there)
@@ -177,7 +181,7 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   team.sync();
   head_slice<const element> summarised = as_const(in_slots ? slot : kept);
   // What has come as a whole need not come back from the slow tier.
-  if (const auto given = rows.template elements<element>(entry, page_begin, head);
+  if (const auto given = rows.template elements<element>(entry, page_begin, head, s.key_scales != nullptr);
       !in_slots && first == page_begin && given.key != nullptr)
     summarised = given;
   for (int nth = 0; nth < s.units_per_page; ++nth) {

@@ -326,9 +326,9 @@ __device__ void attend_encoded(Team team, Attention& attention, const State& s, 
 template <class State>
 __device__ void merge_head(const State& s, const attention_scratch_memory& scratch, const parts_of_row& of,
                            int parts, int row, int query_head, const attention_output& to) {
-  warp_merge<State::head_dim>::merge(scratch, of.at(query_head, 0), parts,
-                                     s.sink_logits == nullptr ? -infinity : s.sink_logits[query_head], to,
-                                     {row, query_head, s.heads.query});
+  warp_merge<State::head_dim>::merge(
+      scratch, of.at(query_head, 0), parts, s.sink_logits == nullptr ? -infinity : s.sink_logits[query_head],
+      to, {row, query_head, s.heads.query}, s.value_scale_of(query_head / s.heads.group()));
 }
 
 /// A team, or a block whose warps share it, attends with a tile's query heads to one part of a row; the last
@@ -353,7 +353,7 @@ __launch_bounds__(attend_block_of<By, State, Codec>::size.threads,
   const step_entry* const entry = step.entry_of(row);
   const bool attends = entry != nullptr && rows.has(step, entry);
   attention_type attention(of_teams[nth]);
-  if (attends) begin_tile<d>(team, attention, tile, queries, row, s.scale);
+  if (attends) begin_tile<d>(team, attention, tile, queries, row, s.scale_of(tile.kv_head));
   attended_list list;
   int parts = 0;  // of the row
   parts_in_turn turn;

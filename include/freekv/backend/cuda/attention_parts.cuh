@@ -80,9 +80,11 @@ class warp_merge {
     merged.write(scratch.weighted + first * HeadDim);
   }
   /// Merges `count` parts from `first` on, at least 1, of which groups are merged if there are several, adds
-  /// a sink logit (-infinity: none), and writes the output of `out`. By all threads of a warp.
+  /// a sink logit (-infinity: none), and writes the output of `out`, times `value_scale`. By all threads of a
+  /// warp.
   __device__ static void merge(const attention_scratch_memory& scratch, std::int64_t first, int count,
-                               float sink_logit, const attention_output& to, const head_of_row& out) {
+                               float sink_logit, const attention_output& to, const head_of_row& out,
+                               float value_scale = 1.0f) {
     warp_merge merged;
     const int groups = groups_of(count);
     merged.add_all(scratch, first, groups > 1 ? groups : count, groups > 1 ? group : 1);
@@ -92,6 +94,7 @@ class warp_merge {
     }
     const bool empty = merged.log_sum_.max == -infinity;
     merged.scale(empty ? 0.0f : 1.0f / merged.log_sum_.sum);
+    if (value_scale != 1.0f) merged.scale(value_scale);
     const std::int64_t stride = to.stride == 0 ? std::int64_t{out.heads} * HeadDim : to.stride;
     visit_numbers(typed_numbers{to.out, to.type}, [&](const auto* numbers) {
       using number = cuda::std::remove_cvref_t<decltype(*numbers)>;

@@ -109,7 +109,7 @@ __global__ void attend_staged(State s, step_view step, step_queries queries, att
     const int begin = max(part * which.pages, first_page), end = min((part + 1) * which.pages, end_page);
     if (begin >= end) continue;
     attention_type attention(shared);
-    begin_tile<d>(team, attention, tile, queries, rows.first + nth, s.scale);
+    begin_tile<d>(team, attention, tile, queries, rows.first + nth, s.scale_of(tile.kv_head));
     const auto pages = [&](int page) {
       const page_range of_page = list.range(page - first_page);
       const auto slice =

@@ -324,7 +324,7 @@ __global__ void score_tiles(State s, Summary summaries, Pooling pooling, Then th
     const group_query query = scratch.selecting_query(s, entry, row);
     const int width = summary_query_width(summaries, d);
     prepared_queries queries{scratch.prepared_of(nth, row), width, query_pooling<Pooling> ? 1 : query.group,
-                             s.selection_scale};
+                             s.selection_scale_of(head)};
     if (memory.queries > 0) {
       queries.data = shared;
       prepare_row(summary_team_t<Summary, d>{}, summary_at(summaries, s.layer, head), pooling, query,

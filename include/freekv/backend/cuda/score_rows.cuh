@@ -70,6 +70,10 @@ __device__ void widen_piece(const uint4& piece, float (&numbers)[16 / sizeof(Ele
     } else if constexpr (std::same_as<Element, half>) {
       numbers[2 * i] = to_float(__ushort_as_half(static_cast<unsigned short>(words[i] & 0xffffu)));
       numbers[2 * i + 1] = to_float(__ushort_as_half(static_cast<unsigned short>(words[i] >> 16)));
+    } else if constexpr (std::same_as<Element, fp8_e4m3>) {
+      unroll<4>([&](auto byte) {
+        numbers[4 * i + byte] = to_float(fp8_e4m3{static_cast<std::uint8_t>(words[i] >> 8 * byte & 0xffu)});
+      });
     } else {
       numbers[i] = cuda::std::bit_cast<float>(words[i]);
     }

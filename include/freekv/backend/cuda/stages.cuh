@@ -55,6 +55,8 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   static constexpr bool counts_flagged_heads = true;
   static constexpr int d = State::head_dim;
   static_assert(std::is_trivially_copyable_v<State>, "kernels take a layer_state by value");
+  static_assert(d * sizeof(element) % 16 == 0,
+                "the CUDA backend copies rows 16 bytes at a time; of fp8_e4m3 head_dim is a multiple of 16");
   static_assert(
       Attention != multiplies::tensor_cores || tensor_cores_multiply<d, element>,
       "tensor cores attend to F16 and BF16 of a head_dim that is a multiple of 16; take cuda_backend");

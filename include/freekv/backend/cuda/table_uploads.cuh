@@ -81,8 +81,6 @@ class table_uploads {
       flagged_counts_.push_back(layers[i].flagged_count);
       copy(of.head_kinds[i].device, of.head_kinds[i].host, of.head_kinds[i].size);
       copy(of.block_ids[i].device, of.block_ids[i].host, of.block_ids[i].size);
-      if (!of.sink_logits.empty())
-        copy(const_cast<float*>(of.sink_logits[i].device), of.sink_logits[i].host, of.sink_logits[i].size);
       const auto& blocks = of.selected_blocks[i];
       blocks_there_.emplace_back(blocks.size, -1);
       std::fill_n(blocks.host, blocks.size, -1);
@@ -90,6 +88,8 @@ class table_uploads {
         check(cudaMemsetAsync(blocks.device, 0xff, blocks.size * sizeof(std::int32_t), compute()),
               "cudaMemsetAsync");
     }
+    for (const auto& floats : of.layer_floats)
+      copy(const_cast<float*>(floats.device), floats.host, floats.size);
     ring_.clear(backend_->compute());
   }
   template <class T>

@@ -41,7 +41,7 @@ __global__ void unit_log_masses(State s, Codec codec, step_view step, step_queri
 
   attention_type attention;
   if (const unsigned attending = i < list.size() ? attending_heads(s, list, i, tile) : 0u; attending != 0) {
-    begin_tile<d>(team, attention, tile, queries, row, s.scale);
+    begin_tile<d>(team, attention, tile, queries, row, s.scale_of(tile.kv_head));
     if (is_encoded<Codec>(s, list, i))
       attend_encoded<block_type>(team, attention, s, codec, {list.step->sequence, list.head},
                                  list.entries.range(i), shared[thread_x() / team.lanes()], attending);

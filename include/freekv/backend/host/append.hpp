@@ -69,8 +69,8 @@ void value_slice(isa set, const State& s, const Pinning& pinning,
 /// slots and the page stays in the fast tier, to its sink or ring slot; a page that becomes complete is
 /// summarised, and encoded if the layer keeps it so: then slots, too, hold what the codec gives back.
 ///
-/// `rows` has key(token, head) and value(token, head), of the stored element type or float. Throws
-/// store_error, and may be called again then.
+/// `rows` has key(token, head) and value(token, head), of the stored element type or float, to fp8_e4m3 of
+/// any. Throws store_error, and may be called again then.
 template <class State, class Policies, class Rows>
 void append_page(isa set, const State& s, const Policies& policies, const step_entry& entry, int page_index,
                  const Rows& rows, const workspace& w) {
@@ -83,11 +83,16 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
   const bool in_slots = slot != slot_id::none;
   const store_page_id store_page = s.store_page(entry.sequence, page_index);
   const encoded_pages pages(s, policies, w);
-  const auto put = []<class In>(element* to, const In* from) {
-    if constexpr (std::is_same_v<In, element>)
+  const auto put = []<class In>(element* to, const In* from, const float* scale) {
+    if (scale != nullptr && !std::is_same_v<In, fp8_e4m3>)
+      for (int i = 0; i < d; ++i) to[i] = stored_number<element>(from[i], *scale);
+    else if constexpr (std::is_same_v<In, element>)
       std::memcpy(to, from, d * sizeof(element));
     else
-      for (int i = 0; i < d; ++i) to[i] = from_float<element>(from[i]);
+      for (int i = 0; i < d; ++i) to[i] = from_float<element>(to_float(from[i]));
+  };
+  const auto scale_of = [](const float* scales, int head) {
+    return scales == nullptr ? nullptr : scales + head;
   };
   const int shared_rows =
       entry.shared_page != store_page_id::none && page_index == entry.before / s.page.tokens
@@ -102,8 +107,8 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
       copy_slice<d>(as_const(slice_of(s.store, entry.shared_page, head)), kept, shared_rows);
     for (int token = first; token < last; ++token) {
       const int t = token - page_begin;
-      put(kept.key + t * kept.stride, rows.key(token, head));
-      put(kept.value + t * kept.stride, rows.value(token, head));
+      put(kept.key + t * kept.stride, rows.key(token, head), scale_of(s.key_scales, head));
+      put(kept.value + t * kept.stride, rows.value(token, head), scale_of(s.value_scales, head));
     }
     if (complete && s.kind_of(head) == layer_kind::retrieval) {
       summarise_slice(set, s, policies.summary, as_const(kept), store_page, head, w);

@@ -93,7 +93,7 @@ struct attention_job {
 
   /// Scales the queries of a row and head (group, head_dim) to `scaled` and empties `part`.
   void begin(isa set, int row, int head, float* scaled, const attention_part& part) const {
-    begin_attention<d>(set, queries_of(row, head), s.scale, s.heads.group(), scaled, part);
+    begin_attention<d>(set, queries_of(row, head), s.scale_of(head), s.heads.group(), scaled, part);
   }
   /// The `nth` part of one head's list, from nothing.
   void attend_part(isa set, int row, int head, int nth, const attention_part& part,
@@ -143,8 +143,10 @@ struct attention_job {
                            left->known({entry.sequence, head}, row * group), part, w);
     const std::ptrdiff_t first = first_query_head(row, head);
     float* const lse = to.lse == nullptr ? nullptr : to.lse + first;
+    float* const out = to.floats() + first * d;
     finish_attention<d>(set, s.sink_logits == nullptr ? nullptr : s.sink_logits + head * group, part, group,
-                        to.floats() + first * d, lse);
+                        out, lse);
+    for (int i = 0; s.value_scales != nullptr && i < group * d; ++i) out[i] *= s.value_scales[head];
     for (int g = 0; lse != nullptr && to.lse_per_nat != 1.0f && g < group; ++g) lse[g] *= to.lse_per_nat;
   }
 

@@ -72,6 +72,10 @@ class top_p_calibration {
   }
 
  private:
+  float key_scale_of(int head) const {
+    const std::vector<float>& scales = s_.attention.key_scales;
+    return scales.empty() ? 1.0f : scales[to_size(of_.layer * s_.model.kv_heads + head)];
+  }
   const float* key(int token, int head) const {
     return of_.keys + (std::ptrdiff_t{token} * s_.model.kv_heads + head) * d;
   }
@@ -87,7 +91,8 @@ class top_p_calibration {
       for (int j = 0; j < candidates_; ++j) {
         for (int t = 0; t < unit_.tokens; ++t)
           for (int i = 0; i < d; ++i)
-            keys[to_size(t * d + i)] = from_float<element>(key(first_token_ + j * unit_.tokens + t, head)[i]);
+            keys[to_size(t * d + i)] =
+                stored_number<element>(key(first_token_ + j * unit_.tokens + t, head)[i], key_scale_of(head));
         summarise_unit<element>(scalar_team{}, summary_at(summary, of_.layer, head),
                                 head_slice<const element>{keys.data(), nullptr, d}, unit_,
                                 {widened.data(), numbers_.data()}, stored(j));
@@ -132,8 +137,8 @@ class top_p_calibration {
       std::vector<float> prepared(
           to_size(prepared_queries::floats(queries.group, summary_query_width(summary, d))));
       const auto of_head = summary_at(summary, of_.layer, head);
-      const prepared_queries by =
-          prepare_group(team, of_head, queries, s_.attention.selection_scale, prepared.data());
+      const prepared_queries by = prepare_group(
+          team, of_head, queries, s_.attention.selection_scale * key_scale_of(head), prepared.data());
       for (int j = 0; j < candidates_; ++j) {
         const score_column column{scores.data() + j, candidates_};
         if constexpr (two_stage_summary<Summary>)

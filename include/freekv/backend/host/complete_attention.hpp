@@ -144,7 +144,7 @@ void sum_unselected(isa set, const State& s, const Policies& policies, const seq
     if constexpr (mass_estimating_summary<Summary>) {
       const auto policy = summary_at(summary, s.layer, at.head);
       sum([&](auto team, int g) {
-        return s.scale * policy.mass_term(team, group_query{queries.head(g), 1, State::head_dim});
+        return s.scale_of(at.head) * policy.mass_term(team, group_query{queries.head(g), 1, State::head_dim});
       });
     }
   });
@@ -208,8 +208,8 @@ void complete_attention(isa set, const State& s, const Policies& policies, const
     if constexpr (mass_estimating_summary<Summary>)
       score_stored_units<true>(
           set, s, summary_at(summary, s.layer, head), at, {c.first, c.now},
-          prepare_queries(set, summary_at(summary, s.layer, head), query, s.scale, w.query), w.numbers,
-          scores);
+          prepare_queries(set, summary_at(summary, s.layer, head), query, s.scale_of(head), w.query),
+          w.numbers, scores);
   });
   const unselected_masses masses{w.unselected, unselected_masses::floats(c.now / s.units_per_page)};
   sum_unselected(set, s, policies, at, c, query, scores, masses);

@@ -294,8 +294,8 @@ class head_selection {
       });
     });
     resolve(policies_.summary, [&](const auto& summary) {
-      prepared_ = prepare_queries(set_, summary_at(summary, s_.layer, at_.head), query_, s_.selection_scale,
-                                  w_.query);
+      prepared_ = prepare_queries(set_, summary_at(summary, s_.layer, at_.head), query_,
+                                  s_.selection_scale_of(at_.head), w_.query);
     });
   }
 

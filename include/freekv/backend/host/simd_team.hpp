@@ -30,6 +30,11 @@ struct simd_team {
     Instructions::widen_bf16(reinterpret_cast<const std::uint16_t*>(p), x.v);
     return x;
   }
+  [[gnu::always_inline]] pack load(const fp8_e4m3* p) const {
+    pack x;
+    Instructions::widen_fp8(reinterpret_cast<const std::uint8_t*>(p), x.v);
+    return x;
+  }
   [[gnu::always_inline]] void store(float* p, const pack& x) const { std::memcpy(p, &x.v, sizeof x.v); }
 
   [[gnu::always_inline]] pack maximum(const pack& a, const pack& b) const {
@@ -234,6 +239,11 @@ struct avx512_rows {
     widen_bf16(p, x.v);
     return x;
   }
+  [[gnu::always_inline]] pack load(const fp8_e4m3* p) const {
+    pack x;
+    widen_fp8(p, x.v);
+    return x;
+  }
   [[gnu::always_inline]] void store(float* p, const pack& x) const { std::memcpy(p, &x.v, sizeof x.v); }
 
   /// Sums of the packs, as simd_team's, within the quarters of registers first.
@@ -307,6 +317,19 @@ struct avx512_rows {
     const auto wide = __builtin_ia32_pmovzxwd512_mask(bits, int16x32{}, all);
 #endif
     out = reinterpret_cast<float16>(wide << 16);
+  }
+  [[gnu::target("avx512f,avx2")]] static void widen_fp8(const fp8_e4m3* in, float16& out) {
+    constexpr int current_rounding = 4;
+    std::uint16_t all = 0xffff;  // as above
+    char16 bits;
+    std::memcpy(&bits, in, sizeof bits);
+#if defined(__clang__)
+    int16x16 halves = __builtin_convertvector(reinterpret_cast<int16x8>(bits), int16x16);
+#else
+    int16x16 halves = __builtin_ia32_pmovsxbw256(bits);
+#endif
+    make_f16_of_fp8(halves);
+    out = __builtin_ia32_vcvtph2ps512_mask(halves, float16{}, all, current_rounding) * 256.0f;
   }
 };
 

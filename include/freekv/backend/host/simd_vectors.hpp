@@ -10,13 +10,18 @@
 namespace freekv::host {
 
 using float4 = float __attribute__((vector_size(16)));
+using int2x64 = std::int64_t __attribute__((vector_size(16)));
 using int4x32 = std::int32_t __attribute__((vector_size(16)));
 using float8 = float __attribute__((vector_size(32)));
 using int8x32 = std::int32_t __attribute__((vector_size(32)));
 using uint8x32 = std::uint32_t __attribute__((vector_size(32)));
 using uint8x16 = std::uint16_t __attribute__((vector_size(16)));
 using uint8x8 = std::uint8_t __attribute__((vector_size(8)));
+using int8x8 = std::int8_t __attribute__((vector_size(8)));
 using float16 = float __attribute__((vector_size(64)));
+using char16 = char __attribute__((vector_size(16)));
+using uint16x8 = std::uint8_t __attribute__((vector_size(16)));
+using int16x8 = std::int8_t __attribute__((vector_size(16)));
 using int16x16 = std::int16_t __attribute__((vector_size(32)));
 using int16x32 = std::int32_t __attribute__((vector_size(64)));
 using int8x16 = std::int16_t __attribute__((vector_size(16)));
@@ -74,9 +79,26 @@ template <class Instructions, class Vector, class Scale>
   return Instructions::where_greater(low, x, zero, e);
 }
 
-// Eight 16-bit elements to floats, for which compilers do not find the instructions. In arithmetic that any
-// target vectorises, or by these instructions: as built-ins, since <immintrin.h> is a quarter of a second to
-// compile.
+/// Eight bytes and zeros, as a register gets them. (A copy into a vector goes through memory.)
+struct eight_bytes {
+  int2x64 v;
+  [[gnu::always_inline]] explicit eight_bytes(const std::uint8_t* p) {
+    std::int64_t word;
+    std::memcpy(&word, p, sizeof word);
+    v = int2x64{word, 0};
+  }
+};
+
+/// fp8_e4m3 in the lower halves of 16 bits, extended by its sign, as f16 divided by 2^8; NaN stays NaN.
+template <class Vector>
+[[gnu::always_inline]] inline void make_f16_of_fp8(Vector& bits) {
+  bits = (bits << 7) & static_cast<std::int16_t>(0xbfff);
+  bits |= (bits | static_cast<std::int16_t>(0x8000)) == static_cast<std::int16_t>(0xbf80);  // of NaN alone
+}
+
+// Eight 8-bit or 16-bit elements to floats, for which compilers do not find the instructions. In arithmetic
+// that any target vectorises, or by these instructions: as built-ins, since <immintrin.h> is a quarter of a
+// second to compile.
 struct portable {
   template <class Body>
   [[gnu::noinline, gnu::flatten]] static void apart(const Body& body) {
@@ -108,6 +130,27 @@ struct portable {
     std::memcpy(&bits, in, sizeof bits);
     const uint8x32 wide = __builtin_convertvector(bits, uint8x32) << 16;
     std::memcpy(&out, &wide, sizeof wide);
+  }
+  [[gnu::always_inline]] static void widen_fp8(const std::uint8_t* in, float8& out) {
+    const auto bytes = __builtin_shufflevector(reinterpret_cast<uint16x8>(eight_bytes(in).v), uint16x8{}, 0,
+                                               16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    uint8x16 bits;
+    std::memcpy(&bits, &bytes, sizeof bits);
+    const uint8x32 wide = __builtin_convertvector(bits, uint8x32);
+    const uint8x32 magnitude = (wide & 0x7fu) << 20, raised = magnitude + (121u << 23);
+    // The exponents differ by 120. A subnormal number is made with an exponent of one more and its leading 1
+    // taken away: as a float it would be subnormal too, and slow.
+    float8 subnormal;
+    std::memcpy(&subnormal, &raised, sizeof subnormal);
+    subnormal -= 0x1p-6f;
+    int8x32 result;
+    by_halves(result, [&](int i) {
+      const int4x32 size = half_of<int4x32>(magnitude, i), normal = size + (120 << 23);
+      const int4x32 number = size < int4x32{} + (1 << 23) ? half_of<int4x32>(subnormal, i) : normal;
+      return size == int4x32{} + (0x7f << 20) ? int4x32{} + 0x7fc00000 : number;
+    });
+    result |= reinterpret_cast<int8x32>((wide & 0x80u) << 24);
+    std::memcpy(&out, &result, sizeof result);
   }
 
   /// Lanes of x where a > b, or a == b, and of y elsewhere.
@@ -177,6 +220,18 @@ struct avx2 {
     const auto wide = __builtin_ia32_pmovzxwd256(bits);
 #endif
     out = reinterpret_cast<float8>(wide << 16);
+  }
+  /// Numbers by way of f16, whose exponents are 8 more and which has their subnormals too.
+  [[gnu::target("avx2,f16c")]] static void widen_fp8(const std::uint8_t* in, float8& out) {
+#if defined(__clang__)
+    int8x8 bits;
+    std::memcpy(&bits, in, sizeof bits);
+    int8x16 halves = __builtin_convertvector(bits, int8x16);
+#else
+    int8x16 halves = __builtin_ia32_pmovsxbw128(reinterpret_cast<char16>(eight_bytes(in).v));
+#endif
+    make_f16_of_fp8(halves);
+    out = __builtin_ia32_vcvtph2ps256(halves) * 256.0f;
   }
   // Without `target`, as what the team inlines into bodies of all instruction sets.
   [[gnu::always_inline]] static pack8 where_greater(const float8& a, const float8& b, const float8& x,

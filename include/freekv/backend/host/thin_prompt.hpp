@@ -61,7 +61,7 @@ struct prompt_thinning {
 };
 
 /// A layer's prompt, as `thin_prompt` takes it.
-template <element In>
+template <query_element In>
 struct prompt_rows {
   std::span<const In> keys{};        ///< (tokens, kv_heads, head_dim)
   std::span<const In> values{};      ///< (tokens, kv_heads, head_dim)
@@ -70,7 +70,7 @@ struct prompt_rows {
 
 /// Room for a layer's thinned prompt: row j of a KV head is the j-th token that it keeps, in the order of the
 /// text.
-template <element In>
+template <query_element In>
 struct thinned_rows {
   std::span<In> keys{};              ///< (kept, kv_heads, head_dim)
   std::span<In> values{};            ///< (kept, kv_heads, head_dim)
