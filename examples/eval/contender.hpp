@@ -17,7 +17,7 @@ namespace freekv::examples {
 enum class basis_source { none, prompt, other_text };
 
 /// Behind the name of a row whose layers differ, which stands beside the row of that name without it.
-inline constexpr std::string_view of_layers = ", by layer";
+inline constexpr std::string_view row_by_layer = ", by layer";
 
 /// A row of the tables.
 struct contender {

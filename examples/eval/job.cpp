@@ -95,7 +95,7 @@ void add_rows_by_layer(std::vector<contender>& all, const arguments& a, const mo
         throw choice_error(file + " has a layer of " + std::to_string(*of.selected_tokens) + " tokens, and " +
                            c.name + " selects " + std::to_string(unit) +
                            " at a time; take multiples, or leave the row out by --variant");
-    c.name += std::string(of_layers);
+    c.name += std::string(row_by_layer);
     c.by_layer = by_layer;
     c.budget_by_layer = a.common.budget;
     c.deep = true;  // not swept: its budget is this one

@@ -143,8 +143,8 @@ std::string compare_with_even(job& j, std::span<const quality_of_texts> all,
   std::string lines;
   for (std::size_t i = 0; i < all.size(); ++i) {
     const std::string& name = j.contenders()[i].name;
-    if (!std::string_view(name).ends_with(of_layers)) continue;
-    const std::string even = name.substr(0, name.size() - of_layers.size());
+    if (!std::string_view(name).ends_with(row_by_layer)) continue;
+    const std::string even = name.substr(0, name.size() - row_by_layer.size());
     const auto beside = std::find_if(j.contenders().begin(), j.contenders().end(),
                                      [&](const contender& c) { return c.name == even; });
     const estimate over = block_bootstrap(

@@ -269,7 +269,7 @@ struct freekv_key_subspace_deficit : named_policies<key_subspace<24, 3>, mass_de
   static constexpr std::string_view about =
       "freekv_key_subspace corrected page by page where selected pages miss a fifth of the best mass";
   static constexpr std::string_view published = "";
-  static inline const mass_deficit correction{.delta = 0.2f, .partial = true};
+  static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
 /// FreeKV with tokens by product quantisation, 6 bytes each.
 struct freekv_key_codes : named_policies<key_codes<6>, cosine_drift> {
@@ -288,7 +288,7 @@ struct freekv_key_codes_deficit : named_policies<key_codes<6>, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_codes_deficit";
   static constexpr std::string_view about = "freekv_key_codes corrected as freekv_key_subspace_deficit";
   static constexpr std::string_view published = "";
-  static inline const mass_deficit correction{.delta = 0.2f, .partial = true};
+  static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
 /// freekv_key_codes_deficit, and a page that is held stays until another has twice its mass, with its
 /// `selection`: half the recalls (docs/frontiers.md).
@@ -298,7 +298,7 @@ struct freekv_key_codes_sticky : named_policies<key_codes<6>, sticky_top_k, mass
       "freekv_key_codes_deficit, and held pages stay until another has twice their mass";
   static constexpr std::string_view published = "";
   static constexpr sticky_top_k selection{};
-  static inline const mass_deficit correction{.delta = 0.2f, .partial = true};
+  static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
 /// freekv_key_codes_sticky that selects and recalls units of 4 tokens instead of pages, eight times as many:
 /// 8 bytes a token where pages take 6.25. (KL from full attention: docs/results.md)
@@ -307,7 +307,7 @@ struct freekv_key_codes_units : named_policies<unit<4>, key_codes<6>, sticky_top
   static constexpr std::string_view about = "freekv_key_codes_sticky in units of 4 tokens instead of pages";
   static constexpr std::string_view published = "";
   static constexpr sticky_top_k selection = freekv_key_codes_sticky::selection;
-  static inline const mass_deficit correction = freekv_key_codes_sticky::correction;
+  static constexpr mass_deficit correction = freekv_key_codes_sticky::correction;
 };
 /// freekv_key_codes_sticky, and what is not selected is attended to by estimated masses and pages' values.
 struct freekv_key_codes_completed : named_policies<key_codes<6>, sticky_top_k, mass_deficit, page_values> {
@@ -316,7 +316,7 @@ struct freekv_key_codes_completed : named_policies<key_codes<6>, sticky_top_k, m
       "freekv_key_codes_sticky, and an entry for each page that is not selected";
   static constexpr std::string_view published = "";
   static constexpr sticky_top_k selection = freekv_key_codes_sticky::selection;
-  static inline const mass_deficit correction = freekv_key_codes_sticky::correction;
+  static constexpr mass_deficit correction = freekv_key_codes_sticky::correction;
 };
 /// freekv_key_codes_units, completed as freekv_key_codes_completed is.
 struct freekv_key_codes_units_completed
@@ -326,7 +326,7 @@ struct freekv_key_codes_units_completed
       "freekv_key_codes_units, and an entry for each unit that is not selected";
   static constexpr std::string_view published = "";
   static constexpr sticky_top_k selection = freekv_key_codes_sticky::selection;
-  static inline const mass_deficit correction = freekv_key_codes_sticky::correction;
+  static constexpr mass_deficit correction = freekv_key_codes_sticky::correction;
 };
 
 /// H2O: `freekv::h2o`.

@@ -135,8 +135,8 @@ TEST_CASE("half of the way keeps the sum and goes no further", "[layers]") {
       int& from = units[random() % units.size()];
       if (from > 0) --from, ++units[random() % units.size()];
     }
-    const auto half = halfway(units, even);
-    CHECK(std::accumulate(half.begin(), half.end(), 0) == even * layers);
-    for (std::size_t l = 0; l < units.size(); ++l) CHECK(std::abs(2 * half[l] - units[l] - even) <= 1);
+    const auto met = halfway(units, even);
+    CHECK(std::accumulate(met.begin(), met.end(), 0) == even * layers);
+    for (std::size_t l = 0; l < units.size(); ++l) CHECK(std::abs(2 * met[l] - units[l] - even) <= 1);
   }
 }

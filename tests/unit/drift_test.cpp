@@ -155,9 +155,9 @@ TEST_CASE("mass_deficit flags what has less than its share of the best pages' ma
 
 TEST_CASE("delta may differ by layer", "[drift]") {
   const freekv::mass_deficit policy{.delta = 0.1f, .partial = true, .delta_of_layer = {0.2f, 0.6f}};
-  const freekv::selection_masses half{.selected = 0.25f, .best = 0.5f};
-  CHECK(policy.at(0).flags(half));
-  CHECK_FALSE(policy.at(1).flags(half));
+  const freekv::selection_masses masses{.selected = 0.25f, .best = 0.5f};
+  CHECK(policy.at(0).flags(masses));
+  CHECK_FALSE(policy.at(1).flags(masses));
   CHECK(policy.at(1).exchanges_units());
   CHECK(freekv::mass_deficit{.delta = 0.1f}.at(7).delta == 0.1f);
 }
