@@ -53,6 +53,11 @@ void add_options(CLI::App& app, arguments& a) {
       "What each head keeps, for razor_attention, razor_attention_compensated and duo_attention: lines of "
       "layer, head and kind (retrieval, complete, window); VARIANT=FILE for one of them. compress_kv=FILE: "
       "which query heads choose for their layer, lines of layer and query head; without it all do");
+  app.add_option(
+      "--by-layer", a.by_layer,
+      "Budgets and thresholds of each layer, lines of layer, selected tokens, tau and delta, - for the "
+      "common "
+      "one, as --section by_layer learns them: each row that retrieves has one beside it with these");
   app.add_option("--basis-tokens", a.basis_tokens,
                  "Tokens, at most, that the basis and codebooks for the other text are learnt from");
   app.add_option("--needle-tokens", a.needle_tokens,

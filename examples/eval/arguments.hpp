@@ -26,6 +26,7 @@ struct arguments {
   std::vector<std::string> codecs;
   std::vector<std::string> more_texts;
   std::vector<std::string> head_lists;  ///< FILE, or VARIANT=FILE
+  std::string by_layer;                 ///< file; empty: no rows by layer
   int codes = 6;                        ///< bytes a token of key_codes
   std::vector<std::string> sections;    ///< by name; those that the other options ask for unless given
   float tau = 0.9f;

@@ -19,6 +19,7 @@ int pinned_units(const contender& c, const common_settings& s) {
 }  // namespace
 
 bool fits(const contender& c, const common_settings& s) {
+  if (!c.by_layer.empty() && s.budget != c.budget_by_layer) return false;
   return !(c.selects() || c.method.evicts()) ||
          (selected_units(c, s) >= 1 && s.sink % page_of(c, s) == 0 && s.window % page_of(c, s) == 0);
 }
@@ -86,6 +87,7 @@ pipeline_options options_of(const contender& c, const common_settings& s, const 
   if (shape.rotary) o.rotary = shape.rotary->view();
   o.head_kinds = c.head_kinds;
   o.voters = c.voters;
+  o.by_layer = c.by_layer;
   return o;
 }
 

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "prompt.hpp"
@@ -14,6 +15,9 @@ namespace freekv::examples {
 
 /// Whose keys the basis of key_subspace or the codebooks of key_codes are learnt from.
 enum class basis_source { none, prompt, other_text };
+
+/// Behind the name of a row whose layers differ, which stands beside the row of that name without it.
+inline constexpr std::string_view row_by_layer = ", by layer";
 
 /// A row of the tables.
 struct contender {
@@ -26,8 +30,14 @@ struct contender {
   bool deep = false;                     ///< shown by --full alone, and not swept
   std::vector<layer_kind> head_kinds{};  ///< of a method that needs_head_list()
   std::vector<std::uint8_t> voters{};    ///< of a method that takes_voters(); none: all
+  std::vector<layer_values> by_layer{};  ///< (layers), of a row by layer, for a budget of
+  int budget_by_layer = 0;               ///< so many tokens
 
   bool learns() const { return method.needs_basis() || method.needs_codebooks() || method.needs_factors(); }
+  /// May layers have budgets of their own, of which the mean is the common one?
+  bool may_differ_by_layer() const {
+    return method.plan == "retrieval" && method.pinning == "no_pins" && budget_share == 1;
+  }
   bool keeps_everything() const { return method.plan == "complete"; }
   /// Has it heads whose pages are chosen?
   bool selects() const {
@@ -45,7 +55,8 @@ struct common_settings {
   bool overlap = false;  ///< speculate on a thread of its own
 };
 
-/// Does the budget leave the contender a page to select, and is all else in whole pages?
+/// Does the budget leave the contender a page to select, is it that of its layers' budgets, and is all else
+/// in whole pages?
 bool fits(const contender& c, const common_settings& s);
 
 /// What was learnt from the keys of one text, as far as contenders need it.

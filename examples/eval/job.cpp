@@ -68,6 +68,41 @@ std::vector<contender> all_contenders(const arguments& a, const model_shape& sha
   return all;
 }
 
+/// Beside each row whose layers may differ, the same by the list of --by-layer. Throws choice_error where
+/// their budgets are not the common one in the mean.
+void add_rows_by_layer(std::vector<contender>& all, const arguments& a, const model_shape& shape) {
+  const auto by_layer = read_layer_list(a.by_layer, shape.layers);
+  const int common = a.common.budget - a.common.sink - a.common.window;
+  int layers = 0, tokens = 0;
+  for (int layer = a.common.complete_layers; layer < shape.layers; ++layer) {
+    if (shape.slides(layer)) continue;
+    ++layers;
+    tokens += by_layer[to_size(layer)].selected_tokens.value_or(common);
+  }
+  const std::string file = "--by-layer " + a.by_layer;
+  if (tokens != layers * common)
+    throw choice_error(file + " selects " + std::to_string(tokens) + " tokens in the " +
+                       std::to_string(layers) + " layers that retrieve, and --budget " +
+                       std::to_string(a.common.budget) + " is " + std::to_string(layers * common) +
+                       " of them; have --section by_layer learn it with this budget");
+  const std::size_t rows = all.size();
+  for (std::size_t i = 0; i < rows; ++i) {
+    contender c = all[i];
+    if (!c.may_differ_by_layer() || c.basis == basis_source::other_text) continue;
+    const int unit = c.method.unit_tokens(c.page > 0 ? c.page : a.common.page);
+    for (const layer_values& of : by_layer)
+      if (of.selected_tokens && *of.selected_tokens % unit != 0)
+        throw choice_error(file + " has a layer of " + std::to_string(*of.selected_tokens) + " tokens, and " +
+                           c.name + " selects " + std::to_string(unit) +
+                           " at a time; take multiples, or leave the row out by --variant");
+    c.name += std::string(row_by_layer);
+    c.by_layer = by_layer;
+    c.budget_by_layer = a.common.budget;
+    c.deep = true;  // not swept: its budget is this one
+    all.push_back(std::move(c));
+  }
+}
+
 /// Full attention first, then those asked for.
 std::vector<contender> contenders_of(const arguments& a, const model_shape& shape) {
   std::vector<contender> all = all_contenders(a, shape);
@@ -119,6 +154,7 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
     std::cerr << "note: " << c.name << " is left out: it " << lacks << "\n";
     return true;
   });
+  if (!a.by_layer.empty()) add_rows_by_layer(all, a, shape);
   return all;
 }
 
@@ -126,7 +162,7 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
 int text_tokens(const arguments& a) {
   int needed = 1;
   for (const char* name : {"quality", "budgets", "taus", "poolings", "sources", "queries", "speed",
-                           "continuation", "generate", "draft", "frontier", "hard_kv", "arkv"})
+                           "continuation", "generate", "draft", "frontier", "hard_kv", "arkv", "by_layer"})
     if (a.does(name)) needed = std::max(needed, a.prompt + std::max(a.steps, a.deep_steps) + 1);
   if (a.does("batch")) needed = std::max(needed, a.prompt + a.steps + a.batch);  // different parts
   if (a.does("lengths"))
@@ -196,7 +232,8 @@ constexpr std::array all_sections{section{"needles", compare_needles, 0.53},
                                   section{"tasks", compare_tasks},
                                   section{"frontier", compare_frontier},
                                   section{"hard_kv", compare_hard_kv},
-                                  section{"arkv", compare_arkv}};
+                                  section{"arkv", compare_arkv},
+                                  section{"by_layer", learn_by_layer}};
 
 }  // namespace
 

@@ -99,6 +99,8 @@ void compare_batch(job& j);
 void compare_drafts(job& j);
 /// Questions from a file.
 void compare_tasks(job& j);
+/// Learns from --text what --by-layer reads: a budget for each layer, of which the mean is the common one.
+void learn_by_layer(job& j);
 /// What HARD-KV's paper says of budgets by head, of log-sum-exp and of temperatures, on this model.
 void compare_hard_kv(job& j);
 /// ARKV beside its baseline without a tier, and how much of its cache is coded.

@@ -1,5 +1,6 @@
 #include "quality.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <freekv/core/size.hpp>
@@ -135,6 +136,30 @@ std::vector<quality_of_texts> quality_of_all(job& j, std::span<const row_to_meas
   return all;
 }
 
+namespace {
+
+/// Of rows by layer: KL less that of the row whose layers are alike, paired by step, a line each.
+std::string compare_with_even(job& j, std::span<const quality_of_texts> all,
+                              const nlohmann::ordered_json& at) {
+  std::string lines;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const std::string& name = j.contenders()[i].name;
+    if (!std::string_view(name).ends_with(row_by_layer)) continue;
+    const std::string even = name.substr(0, name.size() - row_by_layer.size());
+    const auto beside = std::find_if(j.contenders().begin(), j.contenders().end(),
+                                     [&](const contender& c) { return c.name == even; });
+    const estimate over = block_bootstrap(
+        differences(all[i].divergences, all[to_size(beside - j.contenders().begin())].divergences));
+    lines += "KL of " + name + " over " + even + "'s: " + with_bounds(over) + "\n";
+    j.lines().add("quality", name, "divergence_over_even", over.value, "nats per token", at);
+    j.lines().add("quality", name, "divergence_over_even_low", over.low, "nats per token", at);
+    j.lines().add("quality", name, "divergence_over_even_high", over.high, "nats per token", at);
+  }
+  return lines;
+}
+
+}  // namespace
+
 void compare_quality(job& j) {
   const arguments& a = j.options();
   std::vector<row_to_measure> wanted;
@@ -225,7 +250,8 @@ void compare_quality(job& j) {
         ") count in none of error, mass and corrected. Error and mass are\nagainst full attention of the "
         "keys and "
         "values that a method keeps: what rebuilding keys loses is in perplexity and KL\nalone. Route "
-        "resident.\n");
+        "resident.\n" +
+        compare_with_even(j, all, at));
 }
 
 }  // namespace freekv::examples

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cited.hpp"
+#include "layer_list.hpp"
 
 namespace freekv::examples {
 
@@ -130,6 +131,15 @@ struct method_data {
   int page = 32, sink = 64, window = 128;  ///< tokens; of raas, and the sink of razor_attention_compensated
   int budget = 512;                        ///< tokens; of epi_cache, whose blocks are as large
   std::vector<bool> sliding_layers{};      ///< (layers), or none
+  std::span<const layer_values> by_layer{};  ///< (layers), or none; the caller keeps their memory
+
+  /// (layers), `common` where a layer has none of its own; none where no layer has.
+  std::vector<float> of_each_layer(std::optional<float> layer_values::*own, float common) const {
+    if (std::none_of(by_layer.begin(), by_layer.end(), [&](const auto& of) { return of.*own; })) return {};
+    std::vector<float> all;
+    for (const layer_values& of : by_layer) all.push_back((of.*own).value_or(common));
+    return all;
+  }
 };
 
 /// An alternative: a name, and how it is made.
@@ -226,7 +236,9 @@ struct policy_maker<cosine_drift> {
 };
 template <>
 struct policy_maker<mass_deficit> {
-  static mass_deficit from(const method_spec& m, const method_data&) { return {m.delta, m.partial}; }
+  static mass_deficit from(const method_spec& m, const method_data& data) {
+    return {m.delta, m.partial, data.of_each_layer(&layer_values::delta, m.delta)};
+  }
 };
 template <>
 struct policy_maker<every_n_steps<dynamic>> {
@@ -376,8 +388,10 @@ std::string names_of(const Choices& choices) {
   return names;
 }
 
-inline cosine_drift policy_maker<cosine_drift>::from(const method_spec& m, const method_data&) {
-  return {.tau = m.tau, .pool = find_by_name("drift pooling", drift_pools, m.drift_pool).value};
+inline cosine_drift policy_maker<cosine_drift>::from(const method_spec& m, const method_data& data) {
+  return {.tau = m.tau,
+          .tau_of_layer = data.of_each_layer(&layer_values::tau, m.tau),
+          .pool = find_by_name("drift pooling", drift_pools, m.drift_pool).value};
 }
 template <class Summary>
 in_any_format<Summary> policy_maker<in_any_format<Summary>>::from(const method_spec& m,

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "choices.hpp"
+#include "layer_list.hpp"
 #include "safetensors.hpp"
 
 namespace freekv::examples {
@@ -24,6 +25,7 @@ struct pipeline_options {
   int kv_heads = 0;
   int page = 32;
   freekv::budget budget{};
+  std::vector<layer_values> by_layer{};  ///< (layers), of a method that retrieves; none: all alike
   int max_tokens = 0;  ///< of one sequence
   int max_prompt = 0;  ///< of a method that evicts or thins prompts; 0: max_tokens
   int max_sequences = 1;

@@ -72,6 +72,7 @@ class pipeline_of_shape final : public pipeline {
     method_data data{o.basis,        o.codebooks, o.factors,    o.rotary,
                      o.temperatures, o.channels,  o.head_kinds, o.kv_heads};
     data.sliding_layers = o.sliding_layers;
+    data.by_layer = o.by_layer;
     auto s = settings_of_options<typename implementation::settings>(o, data);
     s.summary = find_by_name("summary", summaries, o.method.summary).make(o.method, data);
     s.pooling = find_by_name("pooling", poolings, o.method.pooling).make(o.method, data);

@@ -13,6 +13,11 @@ Settings settings_of_options(const pipeline_options& o, const method_data& data)
   Settings s;
   s.model = {.layers = o.layers, .query_heads = o.query_heads, .kv_heads = o.kv_heads};
   s.budget = o.budget;
+  for (const layer_values& own : o.by_layer) {
+    s.budget_of_layer.push_back(o.budget);
+    if (own.selected_tokens)
+      s.budget_of_layer.back().selected_units = *own.selected_tokens / o.method.unit_tokens(o.page);
+  }
   s.capacity.max_tokens = o.max_tokens;
   s.capacity.max_sequences = o.max_sequences;
   s.capacity.max_resident = o.max_resident;

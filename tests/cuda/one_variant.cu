@@ -28,7 +28,7 @@ void select_by_other_rows(const state& s, const device::step_view& step,
 void judge_by_codes(const state& s, const device::step_view& step, const device::selection_scratch& scratch) {
   const key_codes<dynamic, dynamic> summary{};
   device::launch_score<device::scoring::alone>(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
-  device::launch_select(s, top_p{}, first_unselected<0>{}, mass_deficit{}, step, scratch, {}, nullptr);
+  device::launch_select(s, top_p{}, first_unselected<0>{}, mass_deficit{}.at(0), step, scratch, {}, nullptr);
   device::launch_append(s, min_max{}, pin_outliers<>{}, cosine_drift{}.at(0), step,
                         device::device_rows<float>{}, {}, {}, nullptr);
 }

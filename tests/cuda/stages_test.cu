@@ -473,7 +473,7 @@ struct mass_case {
   std::int32_t *selected, *result;
   const std::int32_t *best, *counts;
 };
-__global__ void correct_head(mass_deficit correction, mass_case c, int candidates) {
+__global__ void correct_head(mass_deficit::layer_policy correction, mass_case c, int candidates) {
   __shared__ device::select_storage<true> shared;
   bool corrected = false;
   const int count = device::correct_by_mass(
@@ -489,7 +489,7 @@ struct corrected_list {
   std::vector<std::int32_t> units;
 };
 template <class Mass>
-corrected_list corrected_by(const mass_deficit& correction, std::vector<std::int32_t> selected,
+corrected_list corrected_by(const mass_deficit::layer_policy& correction, std::vector<std::int32_t> selected,
                             const std::vector<std::int32_t>& best, const Mass& mass) {
   const auto mass_of = [&](const std::vector<std::int32_t>& units) {
     return std::accumulate(units.begin(), units.end(), 0.0,
@@ -549,7 +549,10 @@ void mass_corrections(report& checks, random_numbers& random) {
         // asked for.
         const double share = of_selected / of_best,
                      asked = above > 0.01f ? 1.0 - above * (1.0 - share) : share * (1.0 - above);
-        const mass_deficit correction{static_cast<float>(1.0 - asked), partial};
+        // A layer's own delta, which the other's and the common one are not.
+        const mass_deficit policy{.partial = partial,
+                                  .delta_of_layer = {0.5f, static_cast<float>(1.0 - asked)}};
+        const mass_deficit::layer_policy correction = policy.at(1);
         const corrected_list want = corrected_by(correction, selected, best, mass);
 
         results<std::int32_t> result(2), list(to_size(k), -1);

@@ -149,6 +149,32 @@ TEST_CASE("a folder is replayed by layer and name, and each layer is as it is al
   }
 }
 
+TEST_CASE("each layer is replayed with what a list says of it", "[replay]") {
+  auto cases = some_layers();
+  cases.pop_back();  // which has no number
+  const traces_folder f(cases);
+  store(f.folder / "layers", "# layer tokens tau delta\n2 8 - 0.01\n10 24 - -\n");
+  const std::vector<std::string> method{"--variant", "freekv_key_subspace_deficit", "--rank", "8"};
+  auto listed = method;
+  listed.insert(listed.end(), {"--by-layer", f.folder / "layers"});
+  const json all = f.replayed(f.traces(), f.folder / "out", listed);
+  CHECK(all.at("settings").at("by_layer") == (f.folder / "layers").string());
+  REQUIRE(all.at("layers").size() == cases.size());
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    INFO(cases[i].name);
+    const bool first = cases[i].number == 2;
+    json layer = without_times(all.at("layers")[i]);
+    CHECK(layer.at("k") == (first ? 1 : 3));  // of 8 tokens
+    CHECK(layer.at("delta").get<double>() == Approx(first ? 0.01 : 0.2));
+    auto given = method;
+    given.insert(given.end(), {"--k", first ? "1" : "3", "--delta", first ? "0.01" : "0.2"});
+    const json alone = without_times(f.replayed(f.traces() / cases[i].name, f.folder / "alone", given));
+    for (const char* name : {"error", "mass_kept", "correction_rate", "pages_recalled", "fast_tier_bytes"})
+      CHECK(layer.at(name) == alone.at(name));
+    CHECK((load(f.folder / "out" / cases[i].name) == load(f.folder / "alone")));
+  }
+}
+
 TEST_CASE("mean and worst are over the layers that have a number", "[replay]") {
   const traces_folder f(some_layers());
   const json all = f.replayed(f.traces(), "");

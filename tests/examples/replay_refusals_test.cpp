@@ -392,6 +392,27 @@ TEST_CASE("a head list that does not fit the trace is refused", "[replay]") {
   }
 }
 
+TEST_CASE("a list of layers that does not fit the trace is refused", "[replay]") {
+  refusals r{changed([](auto& h) { h["__metadata__"]["layer"] = "3"; }).whole()};
+  const auto refuse_list = [&](const std::string& list, const std::vector<std::string>& parts) {
+    store(r.folder / "layers", list);
+    r.refuse({"--by-layer", r.folder / "layers"}, parts);
+  };
+  refuse_list("3 32 -", {"line 1", "layer tokens tau delta"});
+  refuse_list("# none\n3 32 2 -", {"line 2", "cosine"});
+  refuse_list("3 33 - -", {"33 tokens for layer 3", "units have", "multiples"});
+  r.refuse({"--by-layer", r.folder / "absent"}, {"absent", "opened"});
+  store(r.folder / "layers", "3 32 - -");
+  r.refuse({"--by-layer", r.folder / "layers", "--variant", "full"}, {"--by-layer", "--variant full"});
+  r.refuse_command(
+      {FREEKV_REPLAY, r.folder / "trace", "--by-layer", r.folder / "layers", "--out", r.folder / "layers"},
+      {"--out", "input"});
+  refusals other;
+  store(other.folder / "layers", "3 32 - -");
+  other.refuse({"--by-layer", other.folder / "layers"},
+               {"no layer", "--by-layer", "layer into its metadata"});
+}
+
 TEST_CASE("an output that cannot be written is refused before the trace is read", "[replay]") {
   refusals r;
   fs::create_directory(r.folder / "folder");

@@ -152,3 +152,29 @@ TEST_CASE("mass_deficit flags what has less than its share of the best pages' ma
   CHECK_FALSE(policy.at(0).flags({.selected = 0.0f, .best = 0.0f}));
   CHECK(freekv::mass_deficit{.delta = 0.0f}.at(0).flags({.selected = 0.4999f, .best = 0.5f}));
 }
+
+TEST_CASE("delta may differ by layer", "[drift]") {
+  const freekv::mass_deficit policy{.delta = 0.1f, .partial = true, .delta_of_layer = {0.2f, 0.6f}};
+  const freekv::selection_masses masses{.selected = 0.25f, .best = 0.5f};
+  CHECK(policy.at(0).flags(masses));
+  CHECK_FALSE(policy.at(1).flags(masses));
+  CHECK(policy.at(1).exchanges_units());
+  CHECK(freekv::mass_deficit{.delta = 0.1f}.at(7).delta == 0.1f);
+}
+
+TEST_CASE("delta is a share, of each layer where it differs", "[drift]") {
+  const auto sentence = [](const freekv::mass_deficit& policy) {
+    try {
+      policy.validate(3);
+    } catch (const freekv::settings_error& e) {
+      return std::string(e.what());
+    }
+    return std::string();
+  };
+  CHECK(sentence({.delta_of_layer = {0.0f, 0.2f, 1.0f}}).empty());
+  CHECK(sentence({.delta_of_layer = {0.1f, 0.2f}}) ==
+        "mass_deficit has delta for 2 layers of 3; give one for each, or none");
+  CHECK(sentence({.delta_of_layer = {0.1f, 1.5f, 0.2f}}) ==
+        "mass_deficit: delta of 1.5 is not a share from 0 to 1; choose one such as 0.2");
+  CHECK(sentence({.delta = std::nanf("")}) != "");
+}

@@ -42,7 +42,8 @@ class device_data {
             .factors = options_.factors,
             .rotary = options_.rotary,
             .temperatures = options_.temperatures,
-            .channels = options_.channels};
+            .channels = options_.channels,
+            .by_layer = options_.by_layer};
   }
   void fill() {
     for (const copy& one : copies_)

@@ -11,6 +11,7 @@
 #include "cited.hpp"
 #include "device_pipeline.hpp"
 #include "head_list.hpp"
+#include "layer_list.hpp"
 #include "selected_rows.hpp"
 
 namespace freekv::examples {
@@ -20,16 +21,23 @@ constexpr int most_clusters = 1 << 16, most_bits = 11, most_tables = 4096;
 
 [[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
 
+constexpr int most_layers = 1024;  // a list has all of a model's, and a trace does not say how many
+
+/// The trace's layer, of which `list` says something.
+int layer_in_list(const trace_form& t, const std::string& list) {
+  if (!t.layer || *t.layer >= most_layers)
+    refuse("the trace names " + (t.layer ? "layer " + std::to_string(*t.layer) : "no layer") + ", so " +
+           list + "; write its number, below " + std::to_string(most_layers) +
+           ", as layer into its metadata");
+  return *t.layer;
+}
+
 /// What `read` reads for the heads of the trace's layer from the list that --heads names.
 template <class Read>
 auto of_layer(const replay_options& o, const trace_form& t, int heads, const Read& read) {
-  constexpr int most_layers = 1024;  // a list has all of a model's, and a trace does not say how many
-  if (!t.layer || *t.layer >= most_layers)
-    refuse("the trace names " + (t.layer ? "layer " + std::to_string(*t.layer) : "no layer") +
-           ", so --heads cannot say what its heads keep; write its number, below " +
-           std::to_string(most_layers) + ", as layer into its metadata");
+  const int layer = layer_in_list(t, "--heads cannot say what its heads keep");
   auto all = read(std::filesystem::path(*o.heads), most_layers, heads);
-  const auto first = all.begin() + std::ptrdiff_t{*t.layer} * heads;
+  const auto first = all.begin() + std::ptrdiff_t{layer} * heads;
   return decltype(all)(first, first + heads);
 }
 /// What each KV head of the trace's layer keeps, where --heads says it.
@@ -91,6 +99,25 @@ std::unique_ptr<pipeline> replayed_pipeline(const replay_options& o, const pipel
     refuse_for_memory();
   }
   return nullptr;
+}
+
+replay_options options_of_layer(const replay_options& o, const trace_form& t) {
+  replay_options own = o;
+  if (!o.by_layer) return own;
+  const int layer = layer_in_list(t, "--by-layer cannot say what it selects");
+  const layer_values values =
+      read_layer_list(std::filesystem::path(*o.by_layer), most_layers)[to_size(layer)];
+  if (values.selected_tokens) {
+    const int unit = o.method.unit_tokens(o.page);
+    if (*values.selected_tokens % unit != 0)
+      refuse("--by-layer " + cited_path(*o.by_layer) + " has " + std::to_string(*values.selected_tokens) +
+             " tokens for layer " + std::to_string(layer) + ", and units have " + std::to_string(unit) +
+             "; give multiples");
+    own.k = *values.selected_tokens / unit;
+  }
+  if (values.tau) own.tau = own.method.tau = *values.tau;
+  if (values.delta) own.delta = own.method.delta = *values.delta;
+  return own;
 }
 
 layer_setup::layer_setup(const replay_options& o, const trace_form& t, const basis_file& file)

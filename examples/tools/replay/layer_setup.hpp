@@ -24,6 +24,10 @@ struct basis_file {
 /// Throws file_error.
 basis_file basis_file_of(const replay_options& options);
 
+/// The options of a layer: with what the file of --by-layer says of it, where there is one. Throws
+/// choice_error or file_error.
+replay_options options_of_layer(const replay_options& o, const trace_form& t);
+
 /// On the host's `backend`, or on a device, as the options say. Throws choice_error or freekv::error.
 std::unique_ptr<pipeline> replayed_pipeline(const replay_options& o, const pipeline_options& of_layer,
                                             host_backend& backend);

@@ -262,6 +262,10 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
   if (o.heads && !m.retrieves() && !m.needs_head_list() && !m.takes_voters())
     refuse("--heads says which heads retrieve, and --variant " + o.variant +
            " does not; choose another variant");
+  if (o.by_layer && (!m.retrieves() || o.events))
+    refuse("--by-layer says what each recorded layer selects, and " +
+           (o.events ? "--events has rows of no layer" : "--variant " + o.variant + " selects nothing") +
+           "; leave one of the two out");
   if (!o.heads && m.needs_head_list())
     refuse("--variant " + o.variant + " keeps what each head needs; name a list of heads with --heads");
   if (o.heads && m.retrieves()) m.plan = "by_head";
@@ -383,6 +387,10 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       "--heads", o.heads, "every head retrieves",
       "Head list: what each KV head keeps, see below, or for compress_kv which query heads choose, lines "
       "\"layer query_head\"; a trace names its layer in its metadata");
+  add.optional_text(
+      "--by-layer", o.by_layer, "all layers alike",
+      "File of layers' own budgets and thresholds, lines \"layer tokens tau delta\" with - for what a layer "
+      "has not: instead of --k, --tau and --delta; a trace names its layer in its metadata");
   add.text("--residency", numbers.residency,
            "Who leaves its slot first where some are spare: " + names_of(residencies));
   add.whole_number("--spare", numbers.spare, "Slots of each KV head beyond --k, resident route");

@@ -24,6 +24,7 @@ struct replay_options {
   std::optional<double> rope_base;
   std::optional<std::string> rope_pairs;
   std::optional<std::string> heads;       ///< file of what each KV head keeps
+  std::optional<std::string> by_layer;    ///< file of layers' own budgets and thresholds
   int page = 32, sink = 64, window = 64;  ///< tokens
   int k = 8;                              ///< pages
   double tau = 0.9, top_p = 0.95, bonus = 0.693147, delta = 0.2, pruned = 0.4, thin = 1;

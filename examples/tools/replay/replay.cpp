@@ -10,6 +10,7 @@
 #include "choices.hpp"
 #include "cited.hpp"
 #include "fatal_signals.hpp"
+#include "layer_setup.hpp"
 #include "options.hpp"
 #include "pipeline.hpp"
 #include "program.hpp"
@@ -69,7 +70,8 @@ void run(int argc, char** argv) {
   note_stage("reading headers");
   const replay_jobs jobs = jobs_of(o);
   const basis_file file = basis_file_of(o);
-  for (const replay_job& job : jobs.layers) for_layer(jobs, job, [&] { check_layer(o, job, file); });
+  for (const replay_job& job : jobs.layers)
+    for_layer(jobs, job, [&] { check_layer(options_of_layer(o, job.form), job, file); });
 
   std::vector<layer_result> results;
   note_stage("replaying with " + o.variant);
@@ -79,11 +81,14 @@ void run(int argc, char** argv) {
       if (jobs.of_folder)
         progress.part("layer " + std::to_string(results.size() + 1) + " of " +
                       std::to_string(jobs.layers.size()) + ", " + job.trace.filename().string());
-      for_layer(jobs, job, [&] { results.push_back(replay_layer(o, job, {backend, file, progress})); });
+      for_layer(jobs, job, [&] {
+        results.push_back(replay_layer(options_of_layer(o, job.form), job, {backend, file, progress}));
+      });
     }
   }
-  const auto summary =
-      jobs.of_folder ? summary_of(o, host, jobs.layers, results) : summary_of(o, host, results.front());
+  const auto summary = jobs.of_folder
+                           ? summary_of(o, host, jobs.layers, results)
+                           : summary_of(options_of_layer(o, jobs.layers.front().form), host, results.front());
   print(summary);
   // A replay that fails, if by its summary, has replaced nothing.
   for (layer_result& result : results)

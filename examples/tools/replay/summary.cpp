@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 
+#include "layer_setup.hpp"
 #include "statistics.hpp"
 
 namespace freekv::examples {
@@ -43,6 +44,7 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (o.route == "resident") settings["layout"] = o.layout;
   if (m.retrieves() && m.unit != 0) settings["unit"] = m.unit;
   if (o.heads) settings["heads"] = *o.heads;
+  if (o.by_layer) settings["by_layer"] = *o.by_layer;
   if (o.sliding_window) settings["sliding_window"] = *o.sliding_window;
   if (o.soft_cap != 0) settings["soft_cap"] = o.soft_cap;
   if (m.codec != method_spec{}.codec) settings["codec"] = m.codec;
@@ -146,7 +148,9 @@ json summary_of(const replay_options& o, const host_options& host, const std::ve
     layers.push_back({{"trace", jobs[i].trace.filename().string()},
                       {"layer", form.layer ? json(*form.layer) : json(nullptr)}});
     layers.back().update(form_of(o, form));
-    layers.back().update(findings_of(o, results[i]));
+    const replay_options own = options_of_layer(o, form);
+    if (o.by_layer) layers.back().update({{"k", own.k}, {"tau", own.tau}, {"delta", own.delta}});
+    layers.back().update(findings_of(own, results[i]));
   }
   json mean = json::object(), worst = json::object();
   for (const auto& [at, small_is_worse] : all_compared()) {

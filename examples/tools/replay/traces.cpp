@@ -57,7 +57,8 @@ void order_by_layer(std::vector<replay_job>& jobs) {
 void check_output(const replay_options& o, const fs::path& out, const std::vector<fs::path>& read) {
   check_writable(out);
   if (std::any_of(read.begin(), read.end(), [&](const fs::path& path) { return same(out, path); }) ||
-      (o.basis != "prompt" && same(out, o.basis)) || (o.heads && same(out, *o.heads)))
+      (o.basis != "prompt" && same(out, o.basis)) || (o.heads && same(out, *o.heads)) ||
+      (o.by_layer && same(out, *o.by_layer)))
     refuse("--out " + cited_path(out) + " is an input of this replay; name another file");
 }
 

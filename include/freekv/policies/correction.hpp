@@ -72,25 +72,42 @@ struct cosine_drift {
 /// Flags a head whose selected units have less than `1 - delta` of the mass that a selection with the current
 /// query would have. `partial`: a flagged head does not select anew but takes, until the deficit is at most
 /// delta, the best units that it misses, each for the selected unit of least mass that is not among the best.
-/// Ours.
+/// One delta for all layers, or one for each. Ours.
 struct mass_deficit {
   using policy_kind = correction_kind;
   using hooks = hook_list<hook::validate, hook::values>;
   static constexpr std::string_view name = "mass_deficit";
   float delta = 0.2f;
   bool partial = false;
+  std::vector<float> delta_of_layer{};
 
-  mass_deficit at(int) const { return *this; }
-  FREEKV_HD bool flags(const selection_masses& masses) const {
-    return masses.selected < (1.0f - delta) * masses.best;
+  /// The policy of one layer, trivially copyable, as a device takes it.
+  struct layer_policy {
+    float delta;
+    bool partial;
+    FREEKV_HD bool flags(const selection_masses& masses) const {
+      return masses.selected < (1.0f - delta) * masses.best;
+    }
+    FREEKV_HD bool exchanges_units() const { return partial; }
+  };
+  layer_policy at(int layer) const {
+    return {delta_of_layer.empty() ? delta : delta_of_layer[to_size(layer)], partial};
   }
-  FREEKV_HD bool exchanges_units() const { return partial; }
 
-  std::string values() const { return detail::decimal(delta) + (partial ? ", partial" : ""); }
-  void validate(int) const {
-    if (!(delta >= 0.0f && delta <= 1.0f))
-      throw settings_error("mass_deficit: delta of " + detail::decimal(delta) +
-                           " is not a share from 0 to 1; choose one such as 0.2");
+  std::string values() const {
+    return (delta_of_layer.empty() ? detail::decimal(delta) : "by layer") + (partial ? ", partial" : "");
+  }
+  void validate(int layers) const {
+    if (!delta_of_layer.empty() && delta_of_layer.size() != to_size(layers))
+      throw settings_error("mass_deficit has delta for " + std::to_string(delta_of_layer.size()) +
+                           " layers of " + std::to_string(layers) + "; give one for each, or none");
+    const auto check = [](float share) {
+      if (!(share >= 0.0f && share <= 1.0f))
+        throw settings_error("mass_deficit: delta of " + detail::decimal(share) +
+                             " is not a share from 0 to 1; choose one such as 0.2");
+    };
+    check(delta);
+    for (const float share : delta_of_layer) check(share);
   }
 };
 
