@@ -26,8 +26,8 @@ cudaStream_t stream_of(void* given, const char* member) {
 class streams final : public backend {
  public:
   explicit streams(const freekv_cuda_options& options)
-      : of_(stream_of(options.compute, "compute"), stream_of(options.recall, "recall"),
-            options.copy_engines != 0 ? recall_by::copy_engines : recall_by::kernel) {}
+      : of_{stream_of(options.compute, "compute"), stream_of(options.recall, "recall"),
+            options.copy_engines != 0 ? recall_by::copy_engines : recall_by::kernel} {}
   memory_resources memory() override { return {.slow = &slow_, .fast = &fast_}; }
   pipeline_needs measure(const pipeline_request& request) override {
     return shape_of(shapes, request.settings).measure(request, of_);

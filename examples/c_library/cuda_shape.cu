@@ -52,7 +52,7 @@ void expect_on_a_device(methods::method_list<Methods...>, std::string_view name)
 }
 
 template <class Shape>
-class captured final : public retrieving<Shape, device_methods, cuda_backend> {
+class on_a_device final : public retrieving<Shape, device_methods, cuda_backend> {
   using base = retrieving<Shape, device_methods, cuda_backend>;
 
  public:
@@ -115,12 +115,12 @@ compiled_shape<cuda_backend> compiled_for_cuda() {
           .measure =
               [](const pipeline_request& request, cuda_backend& backend) {
                 expect_on_a_device(device_methods{}, request.settings.method);
-                return captured<Shape>::measure(request, backend);
+                return on_a_device<Shape>::measure(request, backend);
               },
           .create = [](const pipeline_request& request, cuda_backend& backend,
                        const memory_resources& memory) -> std::unique_ptr<pipeline> {
             expect_on_a_device(device_methods{}, request.settings.method);
-            return std::make_unique<captured<Shape>>(request, backend, memory);
+            return std::make_unique<on_a_device<Shape>>(request, backend, memory);
           }};
 }
 template compiled_shape<cuda_backend> compiled_for_cuda<kv_shape<FREEKV_C_ELEMENT, FREEKV_C_HEAD_DIM>>();

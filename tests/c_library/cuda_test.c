@@ -193,11 +193,15 @@ static freekv_backend* threads(void) {
   OK(freekv_backend_create_host(&options, &backend));
   return backend;
 }
-static freekv_backend* streams(cudaStream_t compute, cudaStream_t recall) {
+static freekv_backend* streams_and(cudaStream_t compute, cudaStream_t recall, int copy_engines) {
   freekv_backend* backend = NULL;
-  const freekv_cuda_options options = {.size = sizeof options, .compute = compute, .recall = recall};
+  const freekv_cuda_options options = {
+      .size = sizeof options, .compute = compute, .recall = recall, .copy_engines = copy_engines};
   OK(freekv_backend_create_cuda(&options, &backend));
   return backend;
+}
+static freekv_backend* streams(cudaStream_t compute, cudaStream_t recall) {
+  return streams_and(compute, recall, 0);
 }
 
 static side new_side(freekv_backend* backend, cudaStream_t compute, const freekv_settings* settings) {
@@ -262,7 +266,42 @@ static void back_to_device(void* context, void* memory, size_t bytes, size_t ali
   cudaFree(memory);
 }
 
+/* An engine's tensor, (blocks, 2, page, kv_heads, d), whose blocks are a layer's slots, in no order of
+ * theirs.
+ */
+static void give_blocks(freekv_backend* backend, const freekv_settings* settings,
+                        freekv_engine_blocks blocks[layers]) {
+  int64_t slots[layers];
+  OK(freekv_slots(backend, settings, slots, NULL));
+  for (int layer = 0; layer < layers; ++layer) {
+    uint16_t* tensor = NULL;
+    const size_t count = (size_t)slots[layer];
+    int32_t* const ids = malloc((count + 1) * sizeof(int32_t));
+    for (size_t i = 0; i < count; ++i) ids[i] = (int32_t)(count - i);
+    CUDA(cudaMalloc((void**)&tensor, (count + 1) * 2 * page * kv_row * sizeof *tensor));
+    blocks[layer] = (freekv_engine_blocks){.keys = tensor,
+                                           .values = tensor + page * kv_row,
+                                           .block_stride = 2 * page * kv_row,
+                                           .token_stride = kv_row,
+                                           .head_stride = d,
+                                           .ids = ids,
+                                           .count = count};
+  }
+}
+static void take_back(freekv_engine_blocks blocks[layers]) {
+  for (int layer = 0; layer < layers; ++layer) {
+    CUDA(cudaFree(blocks[layer].keys));
+    free((void*)(uintptr_t)blocks[layer].ids);
+  }
+}
+
 /* ---- Tests ---- */
+
+static int same(const side* a, const side* b) {
+  return a->numbers == b->numbers && a->count == b->count &&
+         memcmp(a->out, b->out, a->numbers * sizeof(float)) == 0 &&
+         memcmp(a->counts, b->counts, a->count * sizeof(int32_t)) == 0;
+}
 
 static void decodes(const char* method, cudaStream_t compute, cudaStream_t recall) {
   freekv_settings settings = settings_of(method);
@@ -291,12 +330,21 @@ static void decodes(const char* method, cudaStream_t compute, cudaStream_t recal
   side replayed = new_side(streams(compute, recall), compute, &settings);
   replayed.replay = captured(&replayed);
   happens(&replayed);
-  CHECK(replayed.numbers == begun.numbers &&
-        memcmp(replayed.out, begun.out, begun.numbers * sizeof(float)) == 0);
-  CHECK(replayed.count == begun.count &&
-        memcmp(replayed.counts, begun.counts, begun.count * sizeof(int32_t)) == 0);
+  CHECK(same(&replayed, &begun));
   CUDA(cudaGraphExecDestroy(replayed.replay));
   end_side(&replayed);
+
+  if (strcmp(method, "freekv") == 0) {
+    freekv_engine_blocks blocks[layers];
+    freekv_backend* const backend = streams_and(compute, recall, 1);
+    give_blocks(backend, &settings, blocks);
+    settings.blocks = blocks;
+    side copied = new_side(backend, compute, &settings);
+    happens(&copied);
+    CHECK(same(&copied, &begun));
+    end_side(&copied);
+    take_back(blocks);
+  }
   end_side(&begun);
   CHECK(fast.in_use == 0);
   end_side(&host);
