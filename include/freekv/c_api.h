@@ -21,7 +21,8 @@
  * queued on the backend's streams; rows, outputs, tables of queue_tables and blocks are then in memory that
  * the device reads and writes (of cudaMalloc, cudaHostAlloc or the like), and stay as they are until the
  * compute stream has come so far. What waits there says docs/cuda.md, "What a call does". Streams are
- * cudaStream_t, as void*; no header of CUDA is needed here. */
+ * cudaStream_t, as void*; no header of CUDA is needed here. Any call on a device may
+ * return device_error. */
 #ifndef FREEKV_C_API_H
 #define FREEKV_C_API_H
 
