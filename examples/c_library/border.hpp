@@ -8,6 +8,9 @@
 #include <cstdio>
 #include <cstring>
 #include <freekv/core/error.hpp>
+#if defined(FREEKV_C_CUDA)
+#include <freekv/backend/cuda/runtime.cuh>
+#endif
 #include <new>
 #include <string>
 
@@ -38,6 +41,12 @@ inline freekv_status status_of_exception() noexcept {
     return failed(FREEKV_STORE_ERROR, e.what());
   } catch (const thread_error& e) {
     return failed(FREEKV_THREAD_ERROR, e.what());
+#if defined(FREEKV_C_CUDA)
+  } catch (const replay_error& e) {
+    return failed(FREEKV_REPLAY_ERROR, e.what());
+  } catch (const device_error& e) {
+    return failed(FREEKV_DEVICE_ERROR, e.what());
+#endif
   } catch (const std::bad_alloc&) {
     return failed(FREEKV_OUT_OF_MEMORY, "out of memory: a memory resource, or the heap, has not enough");
   } catch (const std::exception& e) {

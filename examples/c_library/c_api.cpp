@@ -9,6 +9,7 @@
 #include <memory>
 #include <memory_resource>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -26,6 +27,7 @@ namespace {
 #define FREEKV_ENDS_WITH(type, member) \
   static_assert(offsetof(type, member) + sizeof(std::declval<type>().member) == sizeof(type))
 FREEKV_ENDS_WITH(freekv_host_options, no_overlap);
+FREEKV_ENDS_WITH(freekv_cuda_options, reserved);
 FREEKV_ENDS_WITH(freekv_memory, deallocate);
 FREEKV_ENDS_WITH(freekv_key_codebooks, data);
 FREEKV_ENDS_WITH(freekv_subspace_basis, data);
@@ -35,10 +37,12 @@ FREEKV_ENDS_WITH(freekv_rows, query_stride);
 FREEKV_ENDS_WITH(freekv_attention, out_stride);
 FREEKV_ENDS_WITH(freekv_resident_table, tokens);
 FREEKV_ENDS_WITH(freekv_step_report, slice_bytes);
+FREEKV_ENDS_WITH(freekv_step_bounds, reserved);
+FREEKV_ENDS_WITH(freekv_block_tables, last_page_len);
 #undef FREEKV_ENDS_WITH
 
 #define FREEKV_COMPILED(element, head_dim) compiled<kv_shape<element, head_dim>>(),
-const compiled_shape shapes[] = {FREEKV_C_SHAPES(FREEKV_COMPILED)};
+const compiled_shape<host_backend> shapes[] = {FREEKV_C_SHAPES(FREEKV_COMPILED)};
 #undef FREEKV_COMPILED
 
 struct method_entry {
@@ -50,36 +54,6 @@ constexpr auto entries_of(methods::method_list<Methods...>) {
   return std::array{method_entry{Methods::name.data(), Methods::about.data()}...};
 }
 constexpr auto method_entries = entries_of(compiled_methods{});
-
-const char* element_text(std::int32_t element) {
-  switch (element) {
-    case FREEKV_F32:
-      return element_name<float>.data();
-    case FREEKV_F16:
-      return element_name<half>.data();
-    case FREEKV_BF16:
-      return element_name<bfloat16>.data();
-    default:
-      return nullptr;
-  }
-}
-
-/// The shape of a request. Throws settings_error, which names those that there are.
-const compiled_shape& shape_of(const freekv_settings& s) {
-  std::string text;
-  for (const compiled_shape& shape : shapes) {
-    if (shape.element == s.element && shape.head_dim == s.head_dim) return shape;
-    text += (text.empty() ? "" : ", ") + std::string(element_text(shape.element)) + " " +
-            std::to_string(shape.head_dim);
-  }
-  if (element_text(s.element) == nullptr)
-    throw settings_error("element is " + std::to_string(s.element) +
-                         "; choose FREEKV_F32, FREEKV_F16 or FREEKV_BF16");
-  throw settings_error(std::string(element_text(s.element)) + " with head_dim " + std::to_string(s.head_dim) +
-                       " is not among the shapes compiled in (" + text +
-                       "); build the library with it in "
-                       "FREEKV_C_SHAPES");
-}
 
 void expect_method(std::string_view name) {
   std::string text;
@@ -117,6 +91,23 @@ pipeline_request request_of(const freekv_settings* given) {
   return request;
 }
 
+/// Threads of the host.
+class threads final : public backend {
+ public:
+  explicit threads(const freekv_host_options& options)
+      : of_({.threads = options.threads == 0 ? 1 : options.threads, .overlap = options.no_overlap == 0}) {}
+  memory_resources memory() override { return {}; }
+  pipeline_needs measure(const pipeline_request& request) override {
+    return shape_of(shapes, request.settings).measure(request, of_);
+  }
+  std::unique_ptr<pipeline> create(const pipeline_request& request, const memory_resources& memory) override {
+    return shape_of(shapes, request.settings).create(request, of_, memory);
+  }
+
+ private:
+  host_backend of_;
+};
+
 /// Memory of the caller's.
 class given_memory final : public std::pmr::memory_resource {
  public:
@@ -147,7 +138,7 @@ namespace c = freekv::c_library;
 // ---- Handles ----
 
 struct freekv_backend {
-  freekv::host_backend threads;
+  std::unique_ptr<c::backend> of;
   bool has_pipeline = false;
 };
 
@@ -161,12 +152,12 @@ struct freekv_pipeline {
     if (backend.has_pipeline)
       throw freekv::usage_error(
           "pipeline_create: the backend has a pipeline; destroy that, or make another backend");
-    freekv::memory_resources memory;
+    freekv::memory_resources memory = backend.of->memory();
     if (request.settings.slow_memory != nullptr)
       memory.slow = &slow.emplace(request.settings.slow_memory, "slow_memory");
     if (request.settings.fast_memory != nullptr)
       memory.fast = &fast.emplace(request.settings.fast_memory, "fast_memory");
-    pipeline = c::shape_of(request.settings).create(request, backend.threads, memory);
+    pipeline = backend.of->create(request, memory);
     name = pipeline->name();
     rows.reserve(freekv::to_size(std::max(1, request.settings.max_sequences)));
     backend.has_pipeline = true;
@@ -179,7 +170,7 @@ struct freekv_pipeline {
   std::optional<c::given_memory> slow, fast;
   std::unique_ptr<c::pipeline> pipeline;
   std::string name;
-  std::vector<freekv::step_input> rows;  // of the step begun last
+  std::vector<freekv::step_input> rows;  // of the latest call that lists any
   freekv_step step;
   int prefixes = 0;
 };
@@ -194,6 +185,23 @@ namespace {
 using c::guarded;
 using c::required;
 using freekv::sequence_id;
+
+/// A step's rows, in the pipeline's own list. Throws usage_error; `what` is the call.
+std::span<const freekv::step_input> rows_of(freekv_pipeline& pipeline, const freekv_step_input* entries,
+                                            std::size_t count, const std::string& what) {
+  if (count > 0) required(entries, (what + ": entries").c_str());
+  std::vector<freekv::step_input>& rows = pipeline.rows;
+  rows.clear();
+  for (std::size_t i = 0; i < count; ++i) {
+    const freekv_step_input& given = entries[i];
+    if (given.phase != FREEKV_DECODE && given.phase != FREEKV_PREFILL)
+      throw freekv::usage_error(what + ": phase " + std::to_string(given.phase) + " of sequence " +
+                                std::to_string(given.sequence) + "; give FREEKV_DECODE or FREEKV_PREFILL");
+    rows.push_back({sequence_id{given.sequence}, given.tokens,
+                    given.phase == FREEKV_DECODE ? freekv::step_phase::decode : freekv::step_phase::prefill});
+  }
+  return rows;
+}
 
 /// Calls `call` with the pipeline behind a handle.
 template <class Call>
@@ -235,7 +243,7 @@ const char* freekv_method_about(size_t index) {
   return index < c::method_entries.size() ? c::method_entries[index].about : nullptr;
 }
 
-const char* freekv_element_name(int32_t element) { return c::element_text(element); }
+const char* freekv_element_name(int32_t element) { return c::text_of(element); }
 const char* freekv_status_name(int32_t status) {
   constexpr const char* names[] = {
       "ok",           "settings_error", "usage_error",  "pool_exhausted", "store_error",
@@ -251,9 +259,15 @@ freekv_status freekv_backend_create_host(const freekv_host_options* options, fre
   return guarded([&] {
     const freekv_host_options given = c::taken(options, "options");
     freekv_backend*& made = required(backend, "backend_create_host: backend");
-    made =
-        new freekv_backend{.threads = freekv::host_backend({.threads = given.threads == 0 ? 1 : given.threads,
-                                                            .overlap = given.no_overlap == 0})};
+    made = new freekv_backend{.of = std::make_unique<c::threads>(given)};
+  });
+}
+int32_t freekv_has_cuda(void) { return c::has_cuda() ? 1 : 0; }
+freekv_status freekv_backend_create_cuda(const freekv_cuda_options* options, freekv_backend** backend) {
+  return guarded([&] {
+    const freekv_cuda_options given = c::taken(options, "options");
+    freekv_backend*& made = required(backend, "backend_create_cuda: backend");
+    made = new freekv_backend{.of = c::make_cuda_backend(given)};
   });
 }
 freekv_status freekv_backend_destroy(freekv_backend* backend) {
@@ -272,7 +286,7 @@ freekv_status freekv_measure(freekv_backend* backend, const freekv_settings* set
     const c::pipeline_request request = c::request_of(settings);
     const std::size_t size = c::size_of(footprint, "footprint");
     freekv_backend& of = required(backend, "measure: backend");
-    c::give(c::shape_of(request.settings).measure(request, of.threads).footprint, footprint, size);
+    c::give(of.of->measure(request).footprint, footprint, size);
   });
 }
 freekv_status freekv_slots(freekv_backend* backend, const freekv_settings* settings, int64_t* slots,
@@ -280,7 +294,7 @@ freekv_status freekv_slots(freekv_backend* backend, const freekv_settings* setti
   return guarded([&] {
     const c::pipeline_request request = c::request_of(settings);
     freekv_backend& of = required(backend, "slots: backend");
-    const c::pipeline_needs needs = c::shape_of(request.settings).measure(request, of.threads);
+    const c::pipeline_needs needs = of.of->measure(request);
     if (slots != nullptr) std::copy(needs.slots.begin(), needs.slots.end(), slots);
     if (per_sequence != nullptr)
       std::copy(needs.slots_per_sequence.begin(), needs.slots_per_sequence.end(), per_sequence);
@@ -377,19 +391,7 @@ freekv_status freekv_begin_step(freekv_pipeline* pipeline, const freekv_step_inp
                                 freekv_step** step) {
   return with_pipeline(pipeline, "begin_step: pipeline", [&](c::pipeline& p) {
     freekv_step*& begun = required(step, "begin_step: step");
-    if (count > 0) required(entries, "begin_step: entries");
-    std::vector<freekv::step_input>& rows = pipeline->rows;
-    rows.clear();
-    for (std::size_t i = 0; i < count; ++i) {
-      const freekv_step_input& given = entries[i];
-      if (given.phase != FREEKV_DECODE && given.phase != FREEKV_PREFILL)
-        throw freekv::usage_error("begin_step: phase " + std::to_string(given.phase) + " of sequence " +
-                                  std::to_string(given.sequence) + "; give FREEKV_DECODE or FREEKV_PREFILL");
-      rows.push_back(
-          {sequence_id{given.sequence}, given.tokens,
-           given.phase == FREEKV_DECODE ? freekv::step_phase::decode : freekv::step_phase::prefill});
-    }
-    p.begin_step(rows);
+    p.begin_step(rows_of(*pipeline, entries, count, "begin_step"));
     begun = &pipeline->step;
   });
 }
@@ -430,6 +432,43 @@ freekv_status freekv_abandon_step(freekv_step* step) {
 }
 freekv_status freekv_abandon_sequence(freekv_step* step, freekv_sequence sequence) {
   return with_step(step, "abandon_sequence: step", [&](c::pipeline& p) { p.abandon(sequence_id{sequence}); });
+}
+
+// ---- Captured steps and tables of a device ----
+
+freekv_status freekv_begin_captured_step(freekv_pipeline* pipeline, const freekv_step_bounds* most,
+                                         freekv_step** step) {
+  return with_pipeline(pipeline, "begin_captured_step: pipeline", [&](c::pipeline& p) {
+    freekv_step*& begun = required(step, "begin_captured_step: step");
+    p.begin_captured_step(c::taken(most, "bounds"));
+    begun = &pipeline->step;
+  });
+}
+freekv_status freekv_plan(freekv_pipeline* pipeline, const freekv_step_input* entries, size_t count,
+                          int32_t* planned) {
+  return with_pipeline(pipeline, "plan: pipeline", [&](c::pipeline& p) {
+    required(planned, "plan: planned") = p.plan(rows_of(*pipeline, entries, count, "plan")) ? 1 : 0;
+  });
+}
+freekv_status freekv_wait(freekv_pipeline* pipeline) {
+  return with_pipeline(pipeline, "wait: pipeline", [](c::pipeline& p) { p.wait(); });
+}
+freekv_status freekv_reserve(freekv_pipeline* pipeline, const freekv_step_input* entries, size_t count) {
+  return with_pipeline(pipeline, "reserve: pipeline",
+                       [&](c::pipeline& p) { p.reserve(rows_of(*pipeline, entries, count, "reserve")); });
+}
+freekv_status freekv_queue_tables(freekv_step* step, int32_t layer, const freekv_block_tables* tables) {
+  return with_step(step, "queue_tables: step",
+                   [&](c::pipeline& p) { p.queue_tables(layer, c::taken(tables, "tables")); });
+}
+freekv_status freekv_most_blocks(freekv_pipeline* pipeline, int32_t layer, int32_t rows, int32_t* blocks) {
+  return with_pipeline(pipeline, "most_blocks: pipeline", [&](c::pipeline& p) {
+    required(blocks, "most_blocks: blocks") = p.most_blocks(layer, rows);
+  });
+}
+freekv_status freekv_paged_kv(freekv_pipeline* pipeline, int32_t layer, freekv_engine_blocks* kv) {
+  return with_pipeline(pipeline, "paged_kv: pipeline",
+                       [&](c::pipeline& p) { required(kv, "paged_kv: kv") = p.paged_kv(layer); });
 }
 
 // ---- Reports ----

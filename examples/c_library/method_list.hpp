@@ -75,9 +75,9 @@ struct choice<Kind, methods::method_list<Methods...>, More...>
     : detail::choice_of<typename detail::policies_in<Kind, detail::list<More...>, Methods...>::type> {};
 
 /// The pipeline of all methods of a list that retrieve: one type, so that it is compiled once.
-template <class Shape, class Methods>
+template <class Shape, class Methods, class Backend>
 using pipeline_of_methods = retrieval_pipeline<
-    Shape, page_size<dynamic>, unit<dynamic>, typename choice<summary_kind, Methods>::type,
+    Shape, Backend, page_size<dynamic>, unit<dynamic>, typename choice<summary_kind, Methods>::type,
     typename choice<pooling_kind, Methods>::type, typename choice<selection_kind, Methods>::type,
     typename choice<pinning_kind, Methods>::type, typename choice<scope_kind, Methods>::type,
     typename choice<correction_kind, Methods>::type, typename choice<completion_kind, Methods>::type,

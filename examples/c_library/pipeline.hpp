@@ -51,7 +51,19 @@ class pipeline {
 
   virtual freekv_step_report report(int layer, sequence_id id) const = 0;
 
+  virtual void reserve(std::span<const step_input>) { throw refused("reserve"); }
+  virtual void begin_captured_step(const freekv_step_bounds&) { throw of_a_device("begin_captured_step"); }
+  virtual bool plan(std::span<const step_input>) { throw of_a_device("plan"); }
+  virtual void wait() { throw of_a_device("wait"); }
+  virtual void queue_tables(int, const freekv_block_tables&) { throw of_a_device("queue_tables"); }
+  virtual int most_blocks(int, std::int32_t) const { throw of_a_device("most_blocks"); }
+  virtual freekv_engine_blocks paged_kv(int) const { throw of_a_device("paged_kv"); }
+
  private:
+  static usage_error of_a_device(const std::string& call) {
+    return usage_error(
+        call + ": the backend is the host's, which captures nothing; take freekv_backend_create_cuda's");
+  }
   usage_error refused(const std::string& call) const {
     return usage_error(call + ": " + name() +
                        " keeps no complete store to do this from; choose a method that retrieves");
@@ -65,16 +77,62 @@ struct pipeline_needs {
   std::vector<std::int32_t> slots_per_sequence;
 };
 
-/// A shape that is compiled in.
+/// A shape that is compiled in for a backend.
+template <class Backend>
 struct compiled_shape {
   freekv_element element;
   int head_dim;
-  pipeline_needs (*measure)(const pipeline_request&, host_backend&);
-  std::unique_ptr<pipeline> (*create)(const pipeline_request&, host_backend&, const memory_resources&);
+  pipeline_needs (*measure)(const pipeline_request&, Backend&);
+  std::unique_ptr<pipeline> (*create)(const pipeline_request&, Backend&, const memory_resources&);
 };
 
 /// Explicitly instantiated, one translation unit each.
 template <class Shape>
-compiled_shape compiled();
+compiled_shape<host_backend> compiled();
+
+/// What pipelines run on: threads of the host, or a device's streams.
+class backend {
+ public:
+  virtual ~backend() = default;
+  virtual memory_resources memory() = 0;  // for who brings none
+  virtual pipeline_needs measure(const pipeline_request& request) = 0;
+  virtual std::unique_ptr<pipeline> create(const pipeline_request& request,
+                                           const memory_resources& memory) = 0;
+};
+
+/// Whether nvcc has compiled the library too.
+bool has_cuda() noexcept;
+/// Streams of a device. Throws settings_error where it has not.
+std::unique_ptr<backend> make_cuda_backend(const freekv_cuda_options& options);
+
+inline const char* text_of(std::int32_t element) {
+  switch (element) {
+    case FREEKV_F32:
+      return element_name<float>.data();
+    case FREEKV_F16:
+      return element_name<half>.data();
+    case FREEKV_BF16:
+      return element_name<bfloat16>.data();
+    default:
+      return nullptr;
+  }
+}
+
+/// The shape of a request. Throws settings_error, which names those that there are.
+template <class Shapes>
+const auto& shape_of(const Shapes& shapes, const freekv_settings& s) {
+  std::string text;
+  for (const auto& shape : shapes) {
+    if (shape.element == s.element && shape.head_dim == s.head_dim) return shape;
+    text += (text.empty() ? "" : ", ") + std::string(text_of(shape.element)) + " " +
+            std::to_string(shape.head_dim);
+  }
+  if (text_of(s.element) == nullptr)
+    throw settings_error("element is " + std::to_string(s.element) +
+                         "; choose FREEKV_F32, FREEKV_F16 or FREEKV_BF16");
+  throw settings_error(std::string(text_of(s.element)) + " with head_dim " + std::to_string(s.head_dim) +
+                       " is not among the shapes compiled in (" + text +
+                       "); build the library with it in FREEKV_C_SHAPES");
+}
 
 }  // namespace freekv::c_library

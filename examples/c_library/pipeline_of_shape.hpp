@@ -226,17 +226,18 @@ inline by_layer plan_of(std::span<const std::int32_t> kinds) {
 
 // ---- Methods that retrieve ----
 
-template <class Shape, class Methods>
-class retrieving final : public pipeline {
-  using implementation = pipeline_of_methods<Shape, Methods>;
+template <class Shape, class Methods, class Backend>
+class retrieving : public pipeline {
+ protected:
+  using implementation = pipeline_of_methods<Shape, Methods, Backend>;
   using settings = typename implementation::settings;
   using element = typename implementation::element;
 
  public:
-  retrieving(const pipeline_request& request, host_backend& backend, const memory_resources& memory)
+  retrieving(const pipeline_request& request, Backend& backend, const memory_resources& memory)
       : pipeline_(settings_of(request), backend, memory, blocks_of(request.settings)) {}
 
-  static pipeline_needs measure(const pipeline_request& request, host_backend& backend) {
+  static pipeline_needs measure(const pipeline_request& request, Backend& backend) {
     const typename implementation::footprint needs(settings_of(request), backend);
     pipeline_needs all;
     all.footprint = bytes_of(needs);
@@ -275,6 +276,7 @@ class retrieving final : public pipeline {
   freekv_step_report report(int layer, sequence_id id) const override {
     return counts_of(pipeline_.report(layer)[id], pipeline_.slice_bytes());
   }
+  void reserve(std::span<const step_input> rows) override { pipeline_.reserve(rows); }
 
  private:
   static settings settings_of(const pipeline_request& request) {
@@ -321,6 +323,7 @@ class retrieving final : public pipeline {
     return blocks;
   }
 
+ protected:
   implementation pipeline_;
   typename implementation::step step_;
 };
@@ -438,15 +441,15 @@ auto with_class_of(const pipeline_request& request, const Use& use) {
   if constexpr (!kinds::any_retrieves)
     return use(std::type_identity<evicting<Shape, Methods>>{});
   else if constexpr (!kinds::any_forgets)
-    return use(std::type_identity<retrieving<Shape, Methods>>{});
+    return use(std::type_identity<retrieving<Shape, Methods, host_backend>>{});
   else
     return forgets_by_name(Methods{}, request.settings.method)
                ? use(std::type_identity<evicting<Shape, Methods>>{})
-               : use(std::type_identity<retrieving<Shape, Methods>>{});
+               : use(std::type_identity<retrieving<Shape, Methods, host_backend>>{});
 }
 
 template <class Shape>
-compiled_shape compiled() {
+compiled_shape<host_backend> compiled() {
   return {.element = element_of<typename Shape::element_type>,
           .head_dim = Shape::head_dim,
           .measure =

@@ -17,7 +17,12 @@
  * calling thread's.
  *
  * What waits says docs/engine.md, "What an engine keeps to". On the host there are no streams: what append,
- * attend and table give is there when they return. */
+ * attend and table give is there when they return. On a device, calls of a step return when their work is
+ * queued on the backend's streams; rows, outputs, tables of queue_tables and blocks are then in memory that
+ * the device reads and writes (of cudaMalloc, cudaHostAlloc or the like), and stay as they are until the
+ * compute stream has come so far. What waits there says docs/cuda.md, "What a call does". Streams are
+ * cudaStream_t, as void*; no header of CUDA is needed here. Any call on a device may
+ * return device_error. */
 #ifndef FREEKV_C_API_H
 #define FREEKV_C_API_H
 
@@ -45,8 +50,8 @@ typedef enum freekv_status {
   FREEKV_USAGE_ERROR = 2,     /* an order of calls, or an argument, without a meaning: nothing has changed */
   FREEKV_POOL_EXHAUSTED = 3,  /* a pool of fixed capacity is too small: no sequence has changed */
   FREEKV_STORE_ERROR = 4,     /* the store's file: the call may be repeated, or the sequence abandoned */
-  FREEKV_REPLAY_ERROR = 5,    /* of a device alone, which this version has not */
-  FREEKV_DEVICE_ERROR = 6,    /* the same */
+  FREEKV_REPLAY_ERROR = 5,    /* captured steps were replayed out of order: the device does nothing since */
+  FREEKV_DEVICE_ERROR = 6,    /* a call of the CUDA runtime or a launch, which the message names, failed */
   FREEKV_THREAD_ERROR = 7,    /* the system gives fewer threads than were asked for */
   FREEKV_OUT_OF_MEMORY = 8,   /* a memory resource has not enough: nothing has been made */
   FREEKV_UNEXPECTED_ERROR = 9 /* something else: an error of the library's own, worth a report */
@@ -72,7 +77,7 @@ typedef enum freekv_layer_kind {
 /* Base of the log-sum-exp that attention returns. */
 typedef enum freekv_log_base { FREEKV_LOG_E = 0, FREEKV_LOG_2 = 1 } freekv_log_base;
 
-typedef struct freekv_backend freekv_backend;   /* threads */
+typedef struct freekv_backend freekv_backend;   /* threads, or the streams of a device */
 typedef struct freekv_pipeline freekv_pipeline; /* the KV cache of all layers of a model */
 typedef struct freekv_step freekv_step;         /* a pipeline's step in progress */
 typedef struct freekv_prefix freekv_prefix;     /* pages that outlive their sequence */
@@ -116,7 +121,28 @@ typedef struct freekv_host_options {
 /* Threads of the host, which serve one pipeline at a time. Settings_error, thread_error. */
 FREEKV_API freekv_status freekv_backend_create_host(const freekv_host_options* options,
                                                     freekv_backend** backend);
-/* Ends the threads. Usage_error, and nothing happens, while a pipeline has them. NULL is taken. */
+
+/* Streams of the device that is current, which is current in all calls with this backend. Both are the
+ * engine's own, may be the same, and neither is the legacy default stream (NULL). */
+typedef struct freekv_cuda_options {
+  size_t size;
+  void* compute; /* cudaStream_t: orders what append and attend read and write */
+  void* recall;  /* cudaStream_t: selection and recall for the next step */
+  int32_t
+      copy_engines; /* not 0: these recall in place of a kernel; the host waits then, and captures nothing */
+  int32_t reserved; /* 0 */
+} freekv_cuda_options;
+
+/* 1 where the library is compiled for CUDA too, with -DFREEKV_C_CUDA=ON; else 0. */
+FREEKV_API int32_t freekv_has_cuda(void);
+/* Streams of a device, which serve one pipeline at a time and stay as long as the backend. Of the methods it
+ * has those that retrieve, but for those that complete attention or sample; a pipeline of another, or with a
+ * store_file, is a settings_error. Usage_error; device_error; settings_error without freekv_has_cuda. */
+FREEKV_API freekv_status freekv_backend_create_cuda(const freekv_cuda_options* options,
+                                                    freekv_backend** backend);
+
+/* Ends the threads; streams stay. Usage_error, and nothing happens, while a pipeline has them. NULL is taken.
+ */
 FREEKV_API freekv_status freekv_backend_destroy(freekv_backend* backend);
 
 /* ---- Pipeline ---- */
@@ -130,19 +156,19 @@ typedef struct freekv_memory {
   void (*deallocate)(void* context, void* memory, size_t bytes, size_t alignment);
 } freekv_memory;
 
-/* Slots of a layer that are blocks of the engine's own paged KV tensor. Row t of KV head h of block b is
- * head_dim elements at `keys + b * block_stride + t * token_stride + h * head_stride`, and so are its values;
- * strides in elements. Layers without slots have no ids. */
+/* Slots of a layer that are blocks of the engine's own paged KV tensor, of a device in its memory. Row t of
+ * KV head h of block b is head_dim elements at `keys + b * block_stride + t * token_stride + h *
+ * head_stride`, and so are its values; strides in elements. Layers without slots have no ids. */
 typedef struct freekv_engine_blocks {
   void* keys;
   void* values;
   int64_t block_stride, token_stride, head_stride;
-  const int32_t* ids; /* (count), all different: freekv_slots of the layer */
+  const int32_t* ids; /* (count), all different: freekv_slots of the layer; in the host's memory */
   size_t count;
 } freekv_engine_blocks;
 
 /* Data of methods that learn: float32 of all layers and KV heads, as key_codebooks and subspace_basis of the
- * C++ interface have them. `data` stays as long as the pipeline. */
+ * C++ interface have them. `data` stays as long as the pipeline; of a device it reads it. */
 typedef struct freekv_key_codebooks {
   size_t size;
   int32_t layers, kv_heads, head_dim;
@@ -173,8 +199,10 @@ typedef struct freekv_settings {
   int32_t max_sequences;  /* 0: 1 */
   int32_t log_base;       /* freekv_log_base */
   float scale;            /* of scores and attention; 0: 1 / sqrt(head_dim) */
-  const freekv_memory* slow_memory; /* of the store; NULL: the heap */
-  const freekv_memory* fast_memory; /* of slots, summaries and state; NULL: the heap */
+  const freekv_memory*
+      slow_memory; /* of the store; NULL: the heap; of a device page-locked, cudaHostAlloc's */
+  const freekv_memory*
+      fast_memory; /* of slots, summaries and state; NULL: the heap; of a device cudaMalloc's */
 
   /* Second half: of methods that retrieve. */
   int32_t max_resident;       /* sequences that have slots at a time; 0: all */
@@ -237,7 +265,8 @@ FREEKV_API freekv_status freekv_tokens(freekv_pipeline* pipeline, freekv_sequenc
 /* Pages that the store has left. Methods that forget have none. */
 FREEKV_API freekv_status freekv_free_pages(freekv_pipeline* pipeline, int32_t* pages);
 
-/* The calls from here to the next line are of methods that retrieve; of others each is a usage_error. */
+/* The calls from here to the next line are of methods that retrieve; of others each is a usage_error. On a
+ * device they are queued behind what is. */
 
 /* A new sequence that goes on as `parent` would. Its pages are shared. Pool_exhausted, usage_error. */
 FREEKV_API freekv_status freekv_fork(freekv_pipeline* pipeline, freekv_sequence parent,
@@ -334,6 +363,85 @@ FREEKV_API freekv_status freekv_abandon_step(freekv_step* step);
  * retrieve. Usage_error. */
 FREEKV_API freekv_status freekv_abandon_sequence(freekv_step* step, freekv_sequence sequence);
 
+/* ---- Captured steps, of a device ---- */
+
+/* A decode step of all layers is captured in a CUDA graph once, and launched for steps to come, whatever
+ * sequences these have (docs/cuda.md, "A captured step"):
+ *
+ *     cudaStreamBeginCapture(compute, cudaStreamCaptureModeThreadLocal);
+ *     freekv_begin_captured_step(pipeline, &most, &step);  // then append and attend for each layer
+ *     freekv_end_step(step);
+ *     cudaStreamEndCapture(compute, &graph);
+ *     // Instantiated, and for each step:
+ *     do freekv_plan(pipeline, entries, count, &planned); while (!planned && freekv_wait(pipeline) == 0);
+ *     cudaGraphLaunch(replay, compute);
+ *
+ * On the host these calls are usage_errors, but for reserve. */
+
+/* Bounds of a captured step. What is 0 is what decode rows need. */
+typedef struct freekv_step_bounds {
+  size_t size;
+  int32_t entries;  /* sequences at most */
+  int32_t rows;     /* of all together; 0: max_decode_rows for each */
+  int32_t pages;    /* that one sequence's rows write to */
+  int32_t tokens;   /* of a sequence that has prompt rows, with these */
+  int32_t prompts;  /* not 0: prompt rows are taken too */
+  int32_t reserved; /* 0 */
+} freekv_step_bounds;
+
+/* Begins the capture of a step; the compute stream is captured. Rows and outputs have room for `most->rows`
+ * rows, of which a replay reads and writes those of its step. Nothing happens to any sequence. end_step joins
+ * the recall stream. Usage_error. */
+FREEKV_API freekv_status freekv_begin_captured_step(freekv_pipeline* pipeline, const freekv_step_bounds* most,
+                                                    freekv_step** step);
+/* The host's half of the next replay: what happens to the sequences in a step. Exactly one launch of a graph
+ * that is large enough follows, on the compute stream, before the next begin_step and before any sequence is
+ * changed. `planned` becomes 1; or 0, and nothing has happened, while four steps are under way: freekv_wait
+ * waits for one. Waits for nothing. Pool_exhausted, usage_error; replay_error for an earlier replay. */
+FREEKV_API freekv_status freekv_plan(freekv_pipeline* pipeline, const freekv_step_input* entries,
+                                     size_t count, int32_t* planned);
+/* Waits until a step can be planned. Usage_error where no launch makes room; replay_error. */
+FREEKV_API freekv_status freekv_wait(freekv_pipeline* pipeline);
+/* Sees to it that decode rows of these sequences find slots for what they select, with selected_tokens, which
+ * plan does not; may wait for what is queued. Pool_exhausted, usage_error. */
+FREEKV_API freekv_status freekv_reserve(freekv_pipeline* pipeline, const freekv_step_input* entries,
+                                        size_t count);
+
+/* ---- Block tables in a device's memory ---- */
+
+/* Rows of tables, of a batch of `sequences`: the step's in order, and empty rows behind them. */
+typedef enum freekv_table_rows {
+  FREEKV_BY_HEAD = 0,  /* (kv_heads, sequences): what a KV head attends to */
+  FREEKV_FOLDED = 1,   /* (sequences, kv_heads), with ids block * kv_heads + head */
+  FREEKV_ALL_HEADS = 2 /* (sequences): every page that some KV head attends to; of the store alone */
+} freekv_table_rows;
+
+/* Tables in memory of the device, written in place; what is NULL is not asked for. Blocks are in the order of
+ * their tokens, all of them full but the last. */
+typedef struct freekv_block_tables {
+  size_t size;
+  int32_t rows;           /* freekv_table_rows */
+  int32_t sequences;      /* of the batch, at least the step's */
+  int32_t max_blocks;     /* of a row, at least freekv_most_blocks */
+  int32_t reserved;       /* 0 */
+  int32_t* blocks;        /* (rows, max_blocks); -1 behind a row's */
+  int32_t* seq_lens;      /* (rows): tokens in a row's blocks */
+  int32_t* block_counts;  /* (rows) */
+  int32_t* indptr;        /* (rows + 1): where a row's blocks begin in `indices` */
+  int32_t* indices;       /* (rows * max_blocks) */
+  int32_t* last_page_len; /* (rows): tokens in a row's last block; 0 where it has none */
+} freekv_block_tables;
+
+/* In place of freekv_table, between correct and finish_layer or attend, and in a captured step too: queues on
+ * the compute stream that tables of what the step's decode rows attend to are written. Usage_error. */
+FREEKV_API freekv_status freekv_queue_tables(freekv_step* step, int32_t layer,
+                                             const freekv_block_tables* tables);
+/* Blocks that a row of a layer's tables has at most. Usage_error for rows that the layer has no table of. */
+FREEKV_API freekv_status freekv_most_blocks(freekv_pipeline* pipeline, int32_t layer, int32_t rows,
+                                            int32_t* blocks);
+/* Tensors whose blocks a layer's tables list, without ids. The engine does not write there. Usage_error. */
+FREEKV_API freekv_status freekv_paged_kv(freekv_pipeline* pipeline, int32_t layer, freekv_engine_blocks* kv);
+
 /* ---- Reports ---- */
 
 /* Report of what a layer's last step did for a sequence, over all its KV heads. A slice is one head's keys
@@ -348,7 +456,7 @@ typedef struct freekv_step_report {
   uint64_t slice_bytes;              /* of one slice; recalled * slice_bytes came from the store */
 } freekv_step_report;
 
-/* Waits for the layer's recall. Usage_error. */
+/* Waits for the layer's recall; on a device for both streams, from which it reads back. Usage_error. */
 FREEKV_API freekv_status freekv_report(freekv_pipeline* pipeline, int32_t layer, freekv_sequence sequence,
                                        freekv_step_report* report);
 

@@ -278,6 +278,13 @@ static void settings_errors(freekv_backend* backend) {
   const freekv_host_options many = {.size = sizeof many, .threads = 2000};
   CHECK(freekv_backend_create_host(&many, &threads) == FREEKV_SETTINGS_ERROR && SAYS("2000 threads"));
   CHECK(threads == NULL);
+
+  if (!freekv_has_cuda()) { /* of a library for devices: cuda_test.c */
+    const freekv_cuda_options streams = {.size = sizeof streams};
+    CHECK(freekv_backend_create_cuda(&streams, &threads) == FREEKV_SETTINGS_ERROR &&
+          SAYS("built without nvcc", "-DFREEKV_C_CUDA=ON", "freekv_backend_create_host"));
+    CHECK(threads == NULL);
+  }
 }
 
 static void usage_errors(freekv_backend* backend) {
@@ -384,6 +391,21 @@ static void usage_errors(freekv_backend* backend) {
   OK(freekv_finish_layer(step, 1));
   OK(freekv_end_step(step));
   MISUSED(freekv_append(step, 0, &rows), "append: no step is in progress");
+
+  // What a device alone has.
+  const freekv_step_bounds most = {.size = sizeof most, .entries = 1};
+  const freekv_block_tables tables = {.size = sizeof tables};
+  freekv_engine_blocks kv = {0};
+  MISUSED(freekv_begin_captured_step(p, &most, &step), "begin_captured_step: the backend is the host's");
+  MISUSED(freekv_begin_captured_step(p, NULL, &step), "bounds is NULL");
+  MISUSED(freekv_plan(p, &row, 1, &t), "plan: the backend is the host's");
+  MISUSED(freekv_plan(p, &odd, 1, &t), "plan: phase 2");
+  MISUSED(freekv_wait(p), "wait: the backend is the host's");
+  MISUSED(freekv_queue_tables(step, 0, &tables), "queue_tables: the backend is the host's");
+  MISUSED(freekv_most_blocks(p, 0, FREEKV_BY_HEAD, &t), "most_blocks: the backend is the host's");
+  MISUSED(freekv_paged_kv(p, 0, &kv), "paged_kv: the backend is the host's");
+  OK(freekv_reserve(p, &row, 1)); /* which the host has too */
+  MISUSED(freekv_reserve(p, twice, 2), "listed twice");
   OK(freekv_abandon_step(step)); /* nothing */
   OK(freekv_tokens(p, s, &t));
   CHECK(t == 1);
@@ -405,6 +427,7 @@ static void usage_errors(freekv_backend* backend) {
   MISUSED(freekv_preempt(p, s), "preempt");
   MISUSED(freekv_restore(p, s), "restore");
   MISUSED(freekv_keep_prefix(p, s, 0, &prefix), "keep_prefix");
+  MISUSED(freekv_reserve(p, &row, 1), "reserve");
   OK(freekv_begin_step(p, &row, 1, &step));
   OK(freekv_append(step, 0, &rows));
   MISUSED(freekv_correct(step, 0), "correct");

@@ -8,11 +8,12 @@
 
 static int checks, failures;
 
-static void check_that(int holds, const char* what, int line) {
+static int check_that(int holds, const char* what, int line) {
   ++checks;
-  if (holds) return;
+  if (holds) return 1;
   ++failures;
   fprintf(stderr, "line %d: %s\n  last message: %s\n", line, what, freekv_last_message());
+  return 0;
 }
 #define CHECK(...) check_that(!!(__VA_ARGS__), #__VA_ARGS__, __LINE__)
 #define OK(call) CHECK((call) == FREEKV_OK)
