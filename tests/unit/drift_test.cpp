@@ -152,3 +152,11 @@ TEST_CASE("mass_deficit flags what has less than its share of the best pages' ma
   CHECK_FALSE(policy.at(0).flags({.selected = 0.0f, .best = 0.0f}));
   CHECK(freekv::mass_deficit{.delta = 0.0f}.at(0).flags({.selected = 0.4999f, .best = 0.5f}));
 }
+
+TEST_CASE("missing_share flags what lacks more than a share of all attention", "[drift]") {
+  const freekv::missing_share policy{.delta = 0.125f};
+  CHECK_FALSE(policy.at(0).flags({.selected = 0.375f, .best = 0.5f}));  // exactly the share
+  CHECK(policy.at(0).flags({.selected = 0.374f, .best = 0.5f}));
+  CHECK_FALSE(policy.at(0).flags({.selected = 0.0f, .best = 0.1f}));  // all of little
+  CHECK(policy.at(0).flags({.selected = quiet_nan, .best = 0.5f}));
+}
