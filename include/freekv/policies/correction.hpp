@@ -178,6 +178,14 @@ concept correction_by_mass = requires(const C c, selection_masses masses) {
   { c.at(0).exchanges_units() } -> std::same_as<bool>;
 };
 
+namespace detail {
+
+/// True of a correction, or an any_of with an alternative, that judges shares of all attention.
+template <class C>
+inline constexpr bool may_judge_shares = hooks_of<C>::has(hook::of_attention);
+
+}  // namespace detail
+
 template <class C>
 concept correction_policy = policy<C> && std::same_as<typename C::policy_kind, correction_kind> &&
     (correction_by_query<C> || correction_by_mass<C>)&&requires {

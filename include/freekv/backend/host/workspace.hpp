@@ -9,6 +9,7 @@
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/settings.hpp>
 #include <freekv/storage/memory.hpp>
+#include <type_traits>
 
 namespace freekv::host {
 
@@ -68,9 +69,10 @@ workspace_sizes workspace_sizes_of(const Settings& s) {
         sizes.observed_rows = completion.prompt_rows;
       }
     });
-  resolve(s.correction, [&]<class Correction>(const Correction&) {
-    if constexpr (hooks_of<Correction>::has(hook::of_attention)) sizes.judges_shares = true;
-  });
+  if constexpr (freekv::detail::may_judge_shares<std::remove_cvref_t<decltype(s.correction)>>)
+    sizes.judges_shares = resolve(s.correction, []<class Correction>(const Correction&) {
+      return hooks_of<Correction>::has(hook::of_attention);
+    });
   if (s.selects_by() == selection_scope::layer) sizes.pooled_heads = s.model.kv_heads;
   return sizes;
 }
