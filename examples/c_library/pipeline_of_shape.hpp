@@ -140,7 +140,7 @@ struct given_values {
     if constexpr (std::is_same_v<Policy, cosine_drift>) {
       tau = true;
       if (s.tau != 0.0f) policy.tau = s.tau;
-    } else if constexpr (std::is_same_v<Policy, mass_deficit>) {
+    } else if constexpr (std::is_same_v<Policy, mass_deficit> || std::is_same_v<Policy, missing_share>) {
       delta = true;
       if (s.delta != 0.0f) policy.delta = s.delta;
     } else if constexpr (std::is_same_v<Policy, freekv::top_p>) {

@@ -30,7 +30,7 @@ METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "a
            "layer_defensive_kv", "compress_kv", "cake", "r_kv", "arkv_origin", "arkv", "arkv_split", "d2o",
            "exact_merge", "hard_kv_merge", "hard_kv_pairs", "kv_merger", "razor_attention_compensated", "freekv",
            "freekv_long_inputs",
-           "freekv_calibrated_top_p", "freekv_key_subspace", "freekv_key_codes", "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_units",
+           "freekv_calibrated_top_p", "freekv_key_subspace", "freekv_key_codes", "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_missing", "freekv_key_codes_units",
            "freekv_key_codes_completed", "freekv_key_codes_units_completed"]
 OF_LISTED_HEADS = ["razor_attention", "razor_attention_compensated"]
 VOTERS = {"compress_kv": HERE / "smollm2-135m-voters.txt"}  # query heads, of SmolLM2-135M

@@ -15,7 +15,7 @@ INK, QUIET, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "freekv_long_inputs": "#93c5fd", "freekv_calibrated_top_p": "#1d4e89", "quest_mean_softmax": "#92400e", "arkvale": "#a16207", "twilight": "#57534e", "infinigen": "#0891b2", "fasa": "#0c4a6e", "clusterkv": "#15803d", "magicpig": "#be123c", "mpcache": "#0d9488",
            "shadowkv": "#4f46e5", "think": "#b91c1c", "razor_attention": "#7c6f9f",
            "duo_attention": "#9f6f8f", "freekv": "#d97706", "freekv_chunk_means": "#5b8db8", "freekv_key_subspace": "#0f766e",
-           "freekv_key_subspace_deficit": "#65a30d", "freekv_key_codes": "#be185d", "freekv_key_codes_deficit": "#7c3aed", "freekv_key_codes_sticky": "#db2777", "freekv_key_codes_units": "#e11d48", "freekv_key_codes_completed": "#a21caf", "freekv_key_codes_units_completed": "#6d28d9",
+           "freekv_key_subspace_deficit": "#65a30d", "freekv_key_codes": "#be185d", "freekv_key_codes_deficit": "#7c3aed", "freekv_key_codes_sticky": "#db2777", "freekv_key_codes_missing": "#0369a1", "freekv_key_codes_units": "#e11d48", "freekv_key_codes_completed": "#a21caf", "freekv_key_codes_units_completed": "#6d28d9",
            "h2o": "#b45309", "tova": "#4d7c0f", "snapkv": "#0369a1", "dapq": "#0284c7", "epi_cache": "#0e7490", "raas": "#86198f",
            "pyramid_kv": "#9a3412", "lazy_eviction": "#3f6212", "hard_kv": "#1e3a8a", "defensive_kv": "#831843", "layer_defensive_kv": "#9f1239", "compress_kv": "#166534",
            "cake": "#713f12", "r_kv": "#134e4a", "arkv_origin": "#4c1d95", "arkv": "#5b21b6", "arkv_split": "#1d4ed8", "mikv": "#a3431f", "q_hitter": "#854d0e",

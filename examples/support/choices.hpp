@@ -53,7 +53,7 @@ struct method_spec {
   std::string correction = "cosine_drift";
   float tau = 0.9f;  ///< of cosine_drift
   std::string drift_pool = "mean";
-  float delta = 0.2f;  ///< of mass_deficit
+  float delta = 0.2f;  ///< of mass_deficit and missing_share
   bool partial = false;
   int every = 8;  ///< of every_n_steps
   std::string completion = "no_completion";  ///< of attention, by what is not selected
@@ -241,6 +241,10 @@ struct policy_maker<mass_deficit> {
   }
 };
 template <>
+struct policy_maker<missing_share> {
+  static missing_share from(const method_spec& m, const method_data&) { return {m.delta, m.partial}; }
+};
+template <>
 struct policy_maker<every_n_steps<dynamic>> {
   static every_n_steps<dynamic> from(const method_spec& m, const method_data&) { return {{m.every}}; }
 };
@@ -316,7 +320,8 @@ using device_selection_list = policy_list<top_k, top_p, sticky_top_k>;
 using selection_list = device_selection_list::with<colliding>;
 using pinning_list = policy_list<no_pins, pin_outliers<dynamic>>;
 using scope_list = policy_list<per_kv_head, per_query_head, per_layer>;
-using correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;
+using device_correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;
+using correction_list = device_correction_list::with<missing_share>;
 using completion_list = policy_list<no_completion, page_values>;
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
@@ -335,6 +340,7 @@ inline constexpr auto& device_selections = device_selection_list::choices;
 inline constexpr auto& pinnings = pinning_list::choices;
 inline constexpr auto& selection_scopes = scope_list::choices;
 inline constexpr auto& corrections = correction_list::choices;
+inline constexpr auto& device_corrections = device_correction_list::choices;
 inline constexpr auto& completions = completion_list::choices;
 inline constexpr auto& residencies = residency_list::choices;
 inline constexpr auto& codecs = codec_list::choices;

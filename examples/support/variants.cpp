@@ -52,6 +52,10 @@ void give(method_spec& m, const mass_deficit& p) {
   m.delta = p.delta;
   m.partial = p.partial;
 }
+void give(method_spec& m, const missing_share& p) {
+  m.delta = p.delta;
+  m.partial = p.partial;
+}
 
 /// A plan's name behind the first layer, which a pipeline keeps whole unless told otherwise.
 template <class Plan>

@@ -215,7 +215,7 @@ typedef struct freekv_settings {
   const float* sink_logits;   /* (layers, query_heads): of a token without a value; NULL: none */
   float soft_cap;             /* attention's scores become soft_cap * tanh(score / soft_cap); 0: none */
   float tau;                  /* of methods that correct by cosine_drift; 0: the method's */
-  float delta;                /* of methods that correct by mass_deficit; 0: the method's */
+  float delta;                /* of methods that correct by mass_deficit or missing_share; 0: the method's */
   float top_p;                /* of methods that select by top_p; 0: the method's */
   int32_t store_direct;       /* not 0: the file is read and written past the page cache */
   const freekv_key_codebooks* codebooks; /* of methods with key_codes */

@@ -300,6 +300,16 @@ struct freekv_key_codes_sticky : named_policies<key_codes<6>, sticky_top_k, mass
   static constexpr sticky_top_k selection{};
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
+/// freekv_key_codes_sticky, corrected by what the held pages lack of all attention, window included, with its
+/// `correction`: half the recalls before attention (docs/frontiers.md).
+struct freekv_key_codes_missing : named_policies<key_codes<6>, sticky_top_k, missing_share> {
+  static constexpr std::string_view name = "freekv_key_codes_missing";
+  static constexpr std::string_view about =
+      "freekv_key_codes_sticky corrected where held pages lack a twentieth of all attention";
+  static constexpr std::string_view published = "";
+  static constexpr sticky_top_k selection = freekv_key_codes_sticky::selection;
+  static constexpr missing_share correction{.delta = 0.05f, .partial = true};
+};
 /// freekv_key_codes_sticky that selects and recalls units of 4 tokens instead of pages, eight times as many:
 /// 8 bytes a token where pages take 6.25. (KL from full attention: docs/results.md)
 struct freekv_key_codes_units : named_policies<unit<4>, key_codes<6>, sticky_top_k, mass_deficit> {
@@ -536,11 +546,11 @@ using all =
                 freekv_calibrated_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never,
                 freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
                 freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
-                freekv_key_codes_units, freekv_key_codes_completed, freekv_key_codes_units_completed, h2o,
-                mikv, q_hitter, tova, snapkv, dapq, epi_cache, pyramid_kv, raas, lazy_eviction, hard_kv,
-                defensive_kv, layer_defensive_kv, compress_kv, cake, r_kv, arkv_origin, arkv, arkv_split, d2o,
-                exact_merge, hard_kv_merge, hard_kv_pairs, kv_merger, razor_attention_compensated, trim_kv,
-                given_worths>;
+                freekv_key_codes_missing, freekv_key_codes_units, freekv_key_codes_completed,
+                freekv_key_codes_units_completed, h2o, mikv, q_hitter, tova, snapkv, dapq, epi_cache,
+                pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, layer_defensive_kv, compress_kv, cake,
+                r_kv, arkv_origin, arkv, arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs,
+                kv_merger, razor_attention_compensated, trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

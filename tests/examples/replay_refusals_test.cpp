@@ -125,7 +125,8 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
   for (const char* bonus : {"-0.1", "1e7", "-1e300"})
     r.refuse({"--selection", "sticky_top_k", "--bonus", bonus}, {"bonus", "from 0 to 1000000"});
   for (const char* share : {"-0.1", "1.1", "-1e300"})
-    r.refuse({"--correction", "mass_deficit", "--delta", share}, {"delta", "share from 0 to 1"});
+    for (const char* correction : {"mass_deficit", "missing_share"})
+      r.refuse({"--correction", correction, "--delta", share}, {"delta", "share from 0 to 1"});
   for (const char* steps : {"0", "-2"})
     r.refuse({"--correction", "every_n_steps", "--every", steps}, {"every " + std::string(steps) + " steps"});
   for (const char* bits : {"0", "3", "8", "-1"})
@@ -160,8 +161,9 @@ TEST_CASE("unknown names are refused with the known ones", "[replay]") {
   r.refuse({"--rows", "per_token"}, {"--rows \"per_token\"", "per_kv_head", "per_query_head", "per_layer"});
   r.refuse({"--rows", "per_query_head", "--correction", "mass_deficit"},
            {"per_query_head", "mass_deficit", "cosine_drift"});
-  r.refuse({"--correction", "sometimes"},
-           {"sometimes", "cosine_drift", "mass_deficit", "always", "never", "every_n_steps"});
+  r.refuse({"--correction", "missing_share"}, {"missing_share", "min_max", "key_codes or key_subspace"});
+  r.refuse({"--correction", "sometimes"}, {"sometimes", "cosine_drift", "mass_deficit", "always", "never",
+                                           "every_n_steps", "missing_share"});
   r.refuse({"--drift-pool", "median"}, {"--drift-pool \"median\"", "mean", "min", "max"});
   r.refuse({"--residency", "random"}, {"--residency \"random\"", "first_unselected", "least_recently_used"});
   r.refuse({"--variant", "shadowkv"}, {"neither k_pre nor rope_base", "--rope-base"});

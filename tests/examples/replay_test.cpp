@@ -597,7 +597,7 @@ TEST_CASE("help names every flag and its default", "[replay]") {
                            "--times INT=4 ",
                            "--top-p FLOAT=0.95, of twilight 0.85, of freekv_calibrated_top_p 0.9",
                            "--drift-pool TEXT=mean ",
-                           "--delta FLOAT=0.2 ",
+                           "--delta FLOAT=0.2, of missing_share 0.05",
                            "--partial ",
                            "--every INT=8 ",
                            "--residency TEXT=first_unselected",

@@ -178,3 +178,11 @@ TEST_CASE("delta is a share, of each layer where it differs", "[drift]") {
         "mass_deficit: delta of 1.5 is not a share from 0 to 1; choose one such as 0.2");
   CHECK(sentence({.delta = std::nanf("")}) != "");
 }
+
+TEST_CASE("missing_share flags what lacks more than a share of all attention", "[drift]") {
+  const freekv::missing_share policy{.delta = 0.125f};
+  CHECK_FALSE(policy.at(0).flags({.selected = 0.375f, .best = 0.5f}));  // exactly the share
+  CHECK(policy.at(0).flags({.selected = 0.374f, .best = 0.5f}));
+  CHECK_FALSE(policy.at(0).flags({.selected = 0.0f, .best = 0.1f}));  // all of little
+  CHECK(policy.at(0).flags({.selected = quiet_nan, .best = 0.5f}));
+}

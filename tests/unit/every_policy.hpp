@@ -44,7 +44,14 @@ inline std::vector<method_spec> every_policy() {
   all.push_back({.pooling = "max_score", .rows = "per_layer"});
   for (const auto& one : corrections)
     for (const bool partial : {false, true})
-      all.push_back({.correction = std::string(one.name), .partial = partial, .every = 3});
+      if (one.name == freekv::missing_share::name)
+        all.push_back({.summary = "key_subspace",
+                       .rank = 12,
+                       .bits = 4,
+                       .correction = std::string(one.name),
+                       .partial = partial});
+      else
+        all.push_back({.correction = std::string(one.name), .partial = partial, .every = 3});
   for (const int unit : {1, 4, 8}) all.push_back({.unit = unit, .spare = unit});
   all.push_back({.summary = "key_subspace", .rank = 12, .bits = 32, .unit = 2, .rows = "per_query_head"});
   for (const int unit : {0, 4}) all.push_back({.unit = unit, .pinning = "pin_outliers", .pinned = 3});

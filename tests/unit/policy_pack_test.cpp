@@ -248,6 +248,7 @@ TEST_CASE("policies have names for tables and messages", "[policy_pack]") {
   CHECK(detail::printed(cosine_drift{.tau = 0.8f, .pool = drift_pool::min}) == "cosine_drift(0.8, min)");
   CHECK(detail::printed(mass_deficit{0.1f, true}) == "mass_deficit(0.1, partial)");
   CHECK(detail::printed(mass_deficit{.delta_of_layer = {0.1f, 0.2f}}) == "mass_deficit(by layer)");
+  CHECK(detail::printed(missing_share{}) == "missing_share(0.05)");
   CHECK(detail::printed(least_recently_used<4>{}) == "least_recently_used(4)");
   CHECK(detail::printed(top_p{0.9f}) == "top_p(0.9)");
   CHECK(detail::printed(any_of<min_max, chunk_means<dynamic>>(chunk_means<dynamic>{4})) == "chunk_means(4)");

@@ -34,7 +34,7 @@ using pooling = pooling_list::any;
 using selection = device_selection_list::any;
 using pinning = pinning_list::any;
 using rows = scope_list::any;
-using correction = correction_list::any;
+using correction = device_correction_list::any;
 using residency = residency_list::any;
 using codec = codec_list::any;
 }  // namespace for_devices

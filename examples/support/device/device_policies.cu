@@ -18,7 +18,8 @@ implementation::settings settings_of(const pipeline_options& o, const method_dat
   s.selection =
       find_by_name("selection of devices", device_selections, o.method.selection).make(o.method, data);
   s.pinning = find_by_name("pinning", pinnings, o.method.pinning).make(o.method, {});
-  s.correction = find_by_name("correction", corrections, o.method.correction).make(o.method, {});
+  s.correction =
+      find_by_name("correction of devices", device_corrections, o.method.correction).make(o.method, {});
   s.residency = find_by_name("residency", residencies, o.method.residency).make(o.method, {});
   s.scope = find_by_name("rows", selection_scopes, o.method.rows).make(o.method, {});
   return s;

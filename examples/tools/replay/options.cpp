@@ -194,7 +194,7 @@ std::string footer() {
 struct policy_flags {
   std::optional<std::string> summary, pooling, selection, pinning, rows, correction, codec;
   std::optional<int> bits, unit;
-  std::optional<double> tau, top_p, bonus, pruned, thin;
+  std::optional<double> tau, top_p, bonus, delta, pruned, thin;
   bool calibrated = false;
 };
 
@@ -245,7 +245,8 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
   m.top_p = flags.top_p ? nearest_float(*flags.top_p) : variant.top_p;
   m.bonus = flags.bonus ? nearest_float(*flags.bonus) : variant.bonus;
   m.pruned = flags.pruned ? nearest_float(*flags.pruned) : variant.pruned;
-  m.delta = nearest_float(o.delta);
+  const float usual = m.correction == missing_share::name ? missing_share{}.delta : mass_deficit{}.delta;
+  m.delta = flags.delta ? nearest_float(*flags.delta) : flags.correction ? usual : variant.delta;
   m.thin = flags.thin ? nearest_float(*flags.thin) : o.sliding_window ? 1.0f : variant.thin;
   if (m.thins() && (o.events || o.sliding_window || o.backend != "host"))
     refuse("--thin, or --variant " + o.variant +
@@ -378,10 +379,14 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
                     "Correction: " + names_of(corrections));
   add.text("--drift-pool", numbers.drift_pool,
            "cosine_drift: of the queries' cosines, " + names_of(drift_pools));
-  add.real_number("--delta", o.delta,
-                  "mass_deficit: correct a KV head that lacks this share of the best pages' mass");
+  add.parsed(
+         "--delta", [&](const std::string& text) { flags.delta = finite("--delta", text); },
+         "Correct a KV head that lacks this share, mass_deficit: of the best pages' mass, missing_share: of "
+         "its attention")
+      ->type_name("FLOAT")
+      ->default_str("0.2, of missing_share 0.05");
   add.flag("--partial", numbers.partial,
-           "mass_deficit: exchange pages one by one until the deficit is closed");
+           "mass_deficit, missing_share: exchange pages one by one until the deficit is closed");
   add.whole_number("--every", numbers.every, "every_n_steps: steps from one correction to the next");
   add.optional_text(
       "--heads", o.heads, "every head retrieves",
@@ -482,6 +487,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   o.tau = flags.tau.value_or(decimal(o.method.tau));
   o.top_p = flags.top_p.value_or(decimal(o.method.top_p));
   o.bonus = flags.bonus.value_or(decimal(o.method.bonus));
+  o.delta = flags.delta.value_or(decimal(o.method.delta));
   o.pruned = flags.pruned.value_or(decimal(o.method.pruned));
   o.thin = flags.thin.value_or(decimal(o.method.thin));
   return o;

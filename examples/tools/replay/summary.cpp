@@ -71,7 +71,8 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (m.selection == "top_p") settings.update({{"top_p", o.top_p}, {"calibrated", m.calibrated}});
   if (m.selection == "sticky_top_k") settings["bonus"] = o.bonus;
   if (m.correction == "cosine_drift") settings["drift_pool"] = m.drift_pool;
-  if (m.correction == "mass_deficit") settings.update({{"delta", o.delta}, {"partial", m.partial}});
+  if (m.correction == "mass_deficit" || m.correction == "missing_share")
+    settings.update({{"delta", o.delta}, {"partial", m.partial}});
   if (m.correction == "every_n_steps") settings["every"] = m.every;
   if (o.route == "resident") settings.update({{"residency", m.residency}, {"spare", m.spare}});
   return settings;

@@ -30,6 +30,7 @@ enum class hook : std::uint8_t {
   mass_term,  ///< of a summary, what its scores lack to be estimates of log-masses
   merge,
   observe,
+  of_attention,  ///< of a correction by mass, `of_attention`: masses are shares of all that a head attends to
   prepare,
   query_width,
   rank,  ///< of an eviction that counts units, the worths of all of them together
@@ -143,10 +144,11 @@ struct checked_hook {
 using every_hook =
     hook_list<hook::admits, hook::allocate, hook::at, hook::blocks, hook::bytes, hook::data, hook::decode,
               hook::demote, hook::encode, hook::enough, hook::favour, hook::four_heads, hook::kept,
-              hook::kind_of_head, hook::linear, hook::mass_term, hook::merge, hook::observe, hook::prepare,
-              hook::query_width, hook::rank, hook::rate, hook::rows, hook::sees_keys, hook::shared_bytes,
-              hook::shared_floats, hook::stored, hook::summarised_by_whole_rows, hook::temperature,
-              hook::validate, hook::values, hook::votes, hook::weighs, hook::with_elements, hook::worths>;
+              hook::kind_of_head, hook::linear, hook::mass_term, hook::merge, hook::observe,
+              hook::of_attention, hook::prepare, hook::query_width, hook::rank, hook::rate, hook::rows,
+              hook::sees_keys, hook::shared_bytes, hook::shared_floats, hook::stored,
+              hook::summarised_by_whole_rows, hook::temperature, hook::validate, hook::values, hook::votes,
+              hook::weighs, hook::with_elements, hook::worths>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

@@ -132,25 +132,52 @@ struct pipeline_settings {
 
 namespace detail {
 
+/// Throws settings_error where `policy`, in whose place is `other`, takes scores for estimates of log-masses
+/// and they are none.
+template <class Pack>
+[[gnu::cold]] void check_estimates(const pipeline_settings<Pack>& s, const std::string& policy,
+                                   const char* other) {
+  const auto fail = [&](const std::string& sentence) { throw settings_error(policy + sentence); };
+  resolve(s.summary, [&]<class Summary>(const Summary&) {
+    if constexpr (!mass_estimating_summary<Summary>)
+      fail(" needs estimates of what is not selected, and the scores of " + std::string(Summary::name) +
+           " are none; choose key_codes or key_subspace");
+  });
+  if (s.attention.selection_scale != s.attention.scale)
+    fail(" takes the scores of a selection for log-masses, and selection_scale is not scale; leave it out");
+  if (s.attention.soft_cap != 0.0f)
+    fail(std::string(" does not know what a soft cap makes of estimates; choose ") + other);
+}
+
 /// Throws settings_error where attention is to be completed and cannot be.
 template <class Pack>
 [[gnu::cold]] void check_completion(const pipeline_settings<Pack>& s) {
   if (!s.completes()) return;
-  const auto fail = [](const std::string& sentence) { throw settings_error(sentence); };
   const std::string completion = resolve(s.completion, [](const auto& one) { return std::string(one.name); });
-  resolve(s.summary, [&]<class Summary>(const Summary&) {
-    if constexpr (!mass_estimating_summary<Summary>)
-      fail(completion + " needs estimates of what is not selected, and the scores of " +
-           std::string(Summary::name) + " are none; choose key_codes or key_subspace");
-  });
-  if (s.attention.selection_scale != s.attention.scale)
-    fail(completion +
-         " takes the scores of a selection for log-masses, and selection_scale is not scale; "
-         "leave it out");
-  if (s.attention.soft_cap != 0.0f)
-    fail(completion + " does not know what a soft cap makes of estimates; choose no_completion");
+  check_estimates(s, completion, "no_completion");
   if (s.selects_by() == selection_scope::query_head)
-    fail(completion + " needs one selection of a KV head's query heads; choose per_kv_head or per_layer");
+    throw settings_error(completion +
+                         " needs one selection of a KV head's query heads; choose per_kv_head or per_layer");
+}
+
+/// Throws settings_error where a correction is to judge shares of a KV head's attention, and these are not
+/// known.
+template <class Pack>
+[[gnu::cold]] void check_shares(const pipeline_settings<Pack>& s, const std::string& correction) {
+  const auto fail = [&](const char* sentence) { throw settings_error(correction + sentence); };
+  check_estimates(s, correction, "mass_deficit");
+  resolve(s.pooling, [&]<class Pooling>(const Pooling&) {
+    if constexpr (query_pooling<Pooling>)
+      fail(" needs scores of each query head, and a pooling of queries has none; choose mean_softmax");
+  });
+  if (s.selects_by() != selection_scope::kv_head)
+    fail(" judges a KV head by its own attention; choose per_kv_head");
+  if (s.pinned_units() > 0)
+    fail(" has no share for units that are selected whatever their scores; choose no_pins");
+  if (s.encodes() && !s.route.keeps_slots())
+    fail(
+        " reads sink and window before attention does, which in place decodes them twice; choose resident, "
+        "or identity without a store file");
 }
 
 /// Throws settings_error where what is selected is to be a sample, each query head's own of each step, and
@@ -256,6 +283,8 @@ template <int HeadDim, class Pack>
       if (s.selects_by() == selection_scope::query_head)
         fail("per_query_head has no selection of a KV head's own for " + std::string(Correction::name) +
              " to judge; choose cosine_drift, or per_kv_head or per_layer");
+    if constexpr (hooks_of<Correction>::has(hook::of_attention))
+      detail::check_shares(s, std::string(Correction::name));
   });
   if constexpr (detail::may_complete<pipeline_settings<Pack>>) detail::check_completion(s);
   if constexpr (detail::may_sample<pipeline_settings<Pack>>) detail::check_sampling(s);

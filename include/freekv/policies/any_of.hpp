@@ -39,6 +39,8 @@ namespace detail {
 
 template <class... S>
 inline constexpr bool may_sample_by<any_of<S...>> = (sampling_selection<S> || ...);
+template <class... C>
+inline constexpr bool may_judge_shares<any_of<C...>> = (may_judge_shares<C> || ...);
 
 }  // namespace detail
 

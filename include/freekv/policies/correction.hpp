@@ -25,8 +25,8 @@ struct query_change {
   int decode_step = 0;
 };
 
-/// Mass (softmax of the pooled scores over the candidates) of the selected units, and of those that would be
-/// selected now.
+/// Mass (softmax of the pooled scores over the candidates, or with `hook::of_attention` the share of all
+/// attention) of the selected units, and of those that would be selected now.
 struct selection_masses {
   float selected = 0.0f;
   float best = 0.0f;
@@ -111,6 +111,33 @@ struct mass_deficit {
   }
 };
 
+/// Flags a head whose selected units lack more than `delta` of the head's attention, beside those that a
+/// selection with the current query would have: a mass is the share that the summary estimates for a unit
+/// beside sink, window and all candidates, as the mean over the query heads. So a head that looks at its
+/// window hardly ever waits. `partial` as mass_deficit has it. For summaries that estimate log-masses
+/// (key_codes, key_subspace), on the host. Ours.
+struct missing_share {
+  using policy_kind = correction_kind;
+  using hooks = hook_list<hook::of_attention, hook::validate, hook::values>;
+  static constexpr std::string_view name = "missing_share";
+  static constexpr bool of_attention = true;
+  float delta = 0.05f;
+  bool partial = false;
+
+  missing_share at(int) const { return *this; }
+  FREEKV_HD bool flags(const selection_masses& shares) const {
+    return !(shares.best - shares.selected <= delta);  // NaN, too
+  }
+  FREEKV_HD bool exchanges_units() const { return partial; }
+
+  std::string values() const { return detail::decimal(delta) + (partial ? ", partial" : ""); }
+  void validate(int) const {
+    if (!(delta >= 0.0f && delta <= 1.0f))
+      throw settings_error("missing_share: delta of " + detail::decimal(delta) +
+                           " is not a share from 0 to 1; choose one such as 0.05");
+  }
+};
+
 /// Flags every head in every step: selection on the critical path, as Quest has it.
 struct always {
   using policy_kind = correction_kind;
@@ -168,6 +195,14 @@ concept correction_by_mass = requires(const C c, selection_masses masses) {
   { c.at(0).exchanges_units() } -> std::same_as<bool>;
 };
 
+namespace detail {
+
+/// True of a correction, or an any_of with an alternative, that judges shares of all attention.
+template <class C>
+inline constexpr bool may_judge_shares = hooks_of<C>::has(hook::of_attention);
+
+}  // namespace detail
+
 template <class C>
 concept correction_policy = policy<C> && std::same_as<typename C::policy_kind, correction_kind> &&
     (correction_by_query<C> || correction_by_mass<C>)&&requires {
@@ -175,9 +210,10 @@ concept correction_policy = policy<C> && std::same_as<typename C::policy_kind, c
 };
 
 static_assert(correction_policy<cosine_drift> && correction_policy<mass_deficit> &&
-              correction_policy<always> && correction_policy<never> && correction_policy<every_n_steps<>>);
+              correction_policy<missing_share> && correction_policy<always> && correction_policy<never> &&
+              correction_policy<every_n_steps<>>);
 
-/// Optional: `validate(layers)`, `values()`.
+/// Optional: `validate(layers)`, `values()`, and of one by mass `of_attention`, which is true.
 struct correction_kind : kind_defaults {
   using default_policy = cosine_drift;
   template <class P>
@@ -191,6 +227,8 @@ struct correction_kind : kind_defaults {
     switch (h) {
       case hook::validate:
         return requires(const P p) { p.validate(1); };
+      case hook::of_attention:
+        return requires { P::of_attention; };
       default:
         return kind_defaults::offers<P>(h);
     }

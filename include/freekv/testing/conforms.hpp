@@ -66,7 +66,8 @@ std::vector<std::string> conforms(const selection_definition& definition, const 
 }
 
 /// Sentences of where a correction (the same for all layers) differs from its definition, at most ten, by
-/// random changes of queries or random masses, and by random sequences.
+/// random changes of queries or random masses, and by random sequences; one that judges shares of all
+/// attention, which the sequences' summary does not estimate, by random shares alone.
 template <correction_policy Policy>
 std::vector<std::string> conforms(const correction_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {
@@ -78,7 +79,8 @@ std::vector<std::string> conforms(const correction_definition& definition, const
     return wrong.take();
   }
   detail::judge_flags(policy, definition, options, wrong);
-  detail::judge_steps<half>(policy, {.correction = definition}, options, wrong);
+  if constexpr (!hooks_of<Policy>::has(hook::of_attention))
+    detail::judge_steps<half>(policy, {.correction = definition}, options, wrong);
   return wrong.take();
 }
 

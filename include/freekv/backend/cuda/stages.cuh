@@ -355,6 +355,12 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
         freekv::detail::samples(settings))
       throw settings_error(
           "the CUDA backend does not sample yet; take another summary and selection, or the host backend");
+    resolve(settings.correction, []<class Correction>(const Correction&) {
+      if constexpr (hooks_of<Correction>::has(hook::of_attention))
+        throw settings_error(std::string(Correction::name) +
+                             " judges shares of all attention, which the CUDA backend does not know when it "
+                             "corrects; take mass_deficit, or the host backend");
+    });
     selection_stage_type::check(settings);
     return settings;
   }

@@ -118,6 +118,21 @@ struct attention_job {
         entries, head, {0, entries.size()}, w,
         [&](int i, const head_slice<element>& rows, const element*) { body(entries.range(i), rows); });
   }
+  /// Sums, as log-sum-exps (group), what `of_row`, queries (group, head_dim) of a row and retrieval head,
+  /// attend to whatever is selected: sink, window and sink logits. Throws store_error.
+  void sum_unselectable(isa set, int row, int head, const float* of_row, log_sum_exp* sums,
+                        const workspace& w) const {
+    const int group = s.heads.group();
+    const attention_part part{sums, nullptr};
+    begin_attention<d>(set, of_row, s.scale, group, w.query, part);
+    const attention_list entries = list(row, head);
+    const int sink = entries.roles.sink_end, window = sink + entries.selected_count;
+    for (const unit_range& some : {unit_range{0, sink}, unit_range{window, entries.size() - window}})
+      for_entries(entries, head, some, w, [&](int i, const head_slice<element>& rows, const element* ahead) {
+        attend_entry(set, entries, head, i, rows, part, w, ahead);
+      });
+    for (int g = 0; s.sink_logits != nullptr && g < group; ++g) sums[g].add(s.sink_logits[head * group + g]);
+  }
   /// Writes the log-masses of one head's list, (group, of.entries).
   void log_masses(isa set, int row, int head, const log_mass_output& of, const workspace& w) const {
     const int group = s.heads.group();

@@ -252,13 +252,28 @@ class head_selection {
   }
 
   /// Corrects the head by the masses of units, all of the first `candidates` candidates; returns how many it
-  /// has selected then, and sets `corrected` where it is flagged.
-  template <class Correction>
-  int correct(const Correction& correction, int candidates, const selected_and_best& units, bool& corrected) {
+  /// has selected then, and sets `corrected` where it is flagged. `sum_unselectable(sums)`: of each scoring
+  /// head, what it attends to beside candidates, for a correction by shares of all attention.
+  template <class Correction, class SumUnselectable>
+  int correct(const Correction& correction, int candidates, const selected_and_best& units, bool& corrected,
+              [[maybe_unused]] const SumUnselectable& sum_unselectable) {
+    constexpr bool of_attention = hooks_of<Correction>::has(hook::of_attention);
+    [[maybe_unused]] bool knows_attention = false;
     const auto mass_of = [&](const std::int32_t* of, int count) {
       score(candidates);
+      if constexpr (of_attention) {
+        if (!knows_attention) {
+          sum_unselectable(w_.attention_sum);
+          add_candidates(candidates);
+        }
+        knows_attention = true;
+      }
       float sum = 0.0f;
-      for (int i = 0; i < count; ++i) sum += mass(of[i]);
+      for (int i = 0; i < count; ++i)
+        if constexpr (of_attention)
+          sum += share_of_attention(of[i]);
+        else
+          sum += mass(of[i]);
       return sum;
     };
     return correct_selection(correction, units, corrected, mass_of, [&](std::int32_t unit) {
@@ -400,6 +415,29 @@ class head_selection {
       *(at < chosen ? at : end++) = ordered_key(w_.pooled[j] + bonus, unit);
     }
     std::nth_element(w_.keys, chosen, end, std::greater<>());
+  }
+
+  /// Adds the first `candidates` candidates to each scoring head's attention, which is then relative to what
+  /// the summary's scores lack to be log-masses.
+  void add_candidates(int candidates) {
+    resolve(policies_.summary, [&]<class Summary>(const Summary& summary) {
+      if constexpr (hooks_of<Summary>::has(hook::mass_term))
+        with_team(set_, [&](auto team) {
+          const auto policy = summary_at(summary, s_.layer, at_.head);
+          for (int g = 0; g < query_.group; ++g) {
+            log_sum_exp& all = w_.attention_sum[g];
+            all.max -= s_.scale * policy.mass_term(team, group_query{query_.head(g), 1, State::head_dim});
+            all.add(log_sum_exp_of(team, w_.scores + g * stride_, workspace_sizes::padded(candidates)));
+          }
+        });
+    });
+  }
+  /// A unit's share of all attention, the scoring heads' mean.
+  float share_of_attention(std::int32_t unit) const {
+    float sum = 0.0f;
+    for (int g = 0; g < query_.group; ++g)
+      sum += w_.attention_sum[g].share(w_.scores[g * stride_ + unit - first_unit_]);
+    return sum / static_cast<float>(query_.group);
   }
 
   /// A unit's share of the softmax of the pooled scores; 0 where no unit has any.

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <freekv/algorithms/correct_selection.hpp>
 #include <freekv/algorithms/keep_selection.hpp>
+#include <freekv/backend/host/attend.hpp>
 #include <freekv/backend/host/complete_attention.hpp>
 #include <freekv/backend/host/host_backend.hpp>
 #include <freekv/backend/host/recall.hpp>
@@ -221,8 +222,7 @@ class selection_stage {
 
   void correct_head(const State& s, const step_entry& entry, int head, const step_candidates& c,
                     selection_type& selection, const workspace& w) {
-    take_best(s, s.head_index(entry.sequence, head), s.selected + s.selected_index(entry.sequence, head),
-              selection, c.now, {w.units, to_size(selection.best(c.now, w.units))});
+    take_best(s, entry, head, selection, c.now, {w.units, to_size(selection.best(c.now, w.units))}, w);
     recall_corrected(s, entry, head, w);
     select_next(s, entry, head, c.next, selection);
     if constexpr (freekv::detail::may_complete<Settings>) leave_masses(s, entry, head, c, selection);
@@ -237,18 +237,31 @@ class selection_stage {
   }
   /// A head that is flagged selects `best`, among so many candidates; else the correction judges by masses,
   /// where it does.
-  void take_best(const State& s, std::size_t at_head, std::int32_t* selected, selection_type& selection,
-                 int candidates, std::span<const std::int32_t> best) {
-    const selected_and_best units{selected, best.data(), s.selected_count[at_head],
-                                  static_cast<int>(best.size())};
+  void take_best(const State& s, const step_entry& entry, int head, selection_type& selection, int candidates,
+                 std::span<const std::int32_t> best, [[maybe_unused]] const workspace& w) {
+    const std::size_t at_head = s.head_index(entry.sequence, head);
+    const selected_and_best units{s.selected + s.selected_index(entry.sequence, head), best.data(),
+                                  s.selected_count[at_head], static_cast<int>(best.size())};
     bool corrected = s.corrected[at_head] != 0;
     resolve(policies_->correction, [&]<class Correction>(const Correction& correction) {
       if constexpr (correction_by_mass<Correction>)
-        s.selected_count[at_head] = selection.correct(correction.at(s.layer), candidates, units, corrected);
+        s.selected_count[at_head] = selection.correct(
+            correction.at(s.layer), candidates, units, corrected,
+            [&](auto* sums) { sum_unselectable(s, entry, head, sums, w); });  // compiled if it is called
       else if (corrected)
         s.selected_count[at_head] = take_all_of_best(units);
     });
     s.corrected[at_head] = corrected;
+  }
+  /// Log-sum-exps of what each query head of an entry's rows attends to whatever is selected.
+  void sum_unselectable(const State& s, const step_entry& entry, int head, log_sum_exp* sums,
+                        const workspace& w) const {
+    workspace scratch = w;  // whose prepared queries score further candidates yet
+    scratch.query = w.sharing_query;
+    const attention_job<State, Settings> job{s, *policies_, entry, nullptr, {}};
+    for (int row = 0; row < entry.tokens; ++row)
+      job.sum_unselectable(instructions(), row, head, s.kept_query(entry.sequence, head, row),
+                           sums + row * s.heads.group(), scratch);
   }
   /// Selects for the step behind `entry`, among so many candidates.
   static void select_next(const State& s, const step_entry& entry, int head, int candidates,
@@ -277,13 +290,11 @@ class selection_stage {
     });
     const workspace& w = workspace_of(0);
     const int head = first_retrieving(s), heads = retrieving_before(s, s.heads.kv);
-    const std::size_t at_head = s.head_index(entry.sequence, head),
-                      first = s.selected_index(entry.sequence, head);
+    const std::size_t at_head = s.head_index(entry.sequence, head);
     head_selection selection(instructions(), s, *policies_, entry, head, all, w);
     if (by_mass || !selection.takes_all(c.now))
       selection.pool_heads(c.now, pooled_now_, layer_stride_, heads);
-    take_best(s, at_head, s.selected + first, selection, c.now,
-              {w.units, to_size(selection.best(c.now, w.units))});
+    take_best(s, entry, head, selection, c.now, {w.units, to_size(selection.best(c.now, w.units))}, w);
     if (!selection.takes_all(c.next)) selection.pool_heads(c.next, pooled_next_, layer_stride_, heads);
     select_next(s, entry, head, c.next, selection);
     share_list(s, entry.sequence, s.next_selected, s.next_selected_count);

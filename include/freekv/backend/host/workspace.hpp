@@ -9,6 +9,7 @@
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/settings.hpp>
 #include <freekv/storage/memory.hpp>
+#include <type_traits>
 
 namespace freekv::host {
 
@@ -24,6 +25,7 @@ struct workspace_sizes {
   std::size_t decoded_bytes = 0;                     // of a page and KV head that was encoded
   int shared_floats = 0;                             // of a codec
   bool completes = false;                            // attention, by pages' values
+  bool judges_shares = false;                        // of all attention, in a correction
   int observed_rows = 0;                             // of a prompt, that weigh pages then
 
   /// Entries that a KV head attends to at most.
@@ -67,6 +69,10 @@ workspace_sizes workspace_sizes_of(const Settings& s) {
         sizes.observed_rows = completion.prompt_rows;
       }
     });
+  if constexpr (freekv::detail::may_judge_shares<std::remove_cvref_t<decltype(s.correction)>>)
+    sizes.judges_shares = resolve(s.correction, []<class Correction>(const Correction&) {
+      return hooks_of<Correction>::has(hook::of_attention);
+    });
   if (s.selects_by() == selection_scope::layer) sizes.pooled_heads = s.model.kv_heads;
   return sizes;
 }
@@ -97,6 +103,9 @@ struct workspace {
   float* entry_weighted = nullptr;         // (group, head_dim)
   float* observed_queries = nullptr;       // (observed rows, group, head_dim) scaled
   log_sum_exp* observed_totals = nullptr;  // (observed rows, group): attention to everything
+  // Where a correction judges shares of all attention:
+  float* sharing_query = nullptr;        // (group, head_dim) scaled
+  log_sum_exp* attention_sum = nullptr;  // (scoring heads): all attention, as far as it is known
 
   static workspace carve(carver& memory, const workspace_sizes& s) {
     const int scoring_heads = s.group * s.decode_rows;
@@ -124,6 +133,8 @@ struct workspace {
     w.entry_weighted = memory.take<float>(to_size(completed * s.head_dim));
     w.observed_queries = memory.take<float>(to_size(observed * s.head_dim));
     w.observed_totals = memory.take<log_sum_exp>(to_size(observed));
+    w.sharing_query = memory.take<float>(to_size(s.judges_shares ? s.group * s.head_dim : 0));
+    w.attention_sum = memory.take<log_sum_exp>(to_size(s.judges_shares ? scoring_heads : 0));
     return w;
   }
 };
