@@ -274,6 +274,15 @@ TEST_CASE("missing_share corrects whom its definition does, and exchanges as man
     for (float& logit : logits) logit += 5.0f;  // as much as other tokens together
     if (dice.below(3) == 0) given.attention.sink_logits = logits;
     given.capacity.max_resident = 2;
+    auto of_stored = basis;  // whose mean is that of stored keys
+    if (dice.below(3) == 0) {
+      for (int head = 0; head < of.kv_heads; ++head)
+        given.attention.key_scales.push_back(dice.one_of({0.25f, 2.0f, 8.0f}));
+      for (int head = 0; head < of.kv_heads; ++head)
+        for (int i = 0; i < d; ++i)
+          of_stored[count(head * (1 + d) * d + i)] /= given.attention.key_scales[count(head)];
+      given.summary.basis.data = of_stored.data();
+    }
     freekv::host_backend backend({.threads = 1 + dice.below(3), .overlap = dice.below(2) == 0});
     judged pipeline(given, backend);
     const auto& s = pipeline.configuration();

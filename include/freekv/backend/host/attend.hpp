@@ -124,7 +124,7 @@ struct attention_job {
                         const workspace& w) const {
     const int group = s.heads.group();
     const attention_part part{sums, nullptr};
-    begin_attention<d>(set, of_row, s.scale, group, w.query, part);
+    begin_attention<d>(set, of_row, s.scale_of(head), group, w.query, part);
     const attention_list entries = list(row, head);
     const int sink = entries.roles.sink_end, window = sink + entries.selected_count;
     for (const unit_range& some : {unit_range{0, sink}, unit_range{window, entries.size() - window}})

@@ -426,7 +426,8 @@ class head_selection {
           const auto policy = summary_at(summary, s_.layer, at_.head);
           for (int g = 0; g < query_.group; ++g) {
             log_sum_exp& all = w_.attention_sum[g];
-            all.max -= s_.scale * policy.mass_term(team, group_query{query_.head(g), 1, State::head_dim});
+            all.max -= s_.scale_of(at_.head) *
+                       policy.mass_term(team, group_query{query_.head(g), 1, State::head_dim});
             all.add(log_sum_exp_of(team, w_.scores + g * stride_, workspace_sizes::padded(candidates)));
           }
         });
