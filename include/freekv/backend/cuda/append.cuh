@@ -24,7 +24,7 @@ namespace freekv::device {
 
 struct append_tuning {
   int threads = 128;    ///< of a block
-  int registers = 144;  ///< of a thread at most: three blocks a multiprocessor
+  int registers = 152;  ///< of a thread at most: three blocks a multiprocessor
   /// Teams that run at a time, each with scratch of a page of float keys; more tasks take turns
   int most_teams = 512;
   int teams_behind = 128;  ///< teams beside the engine's kernels, which keep the machine
