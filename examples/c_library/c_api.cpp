@@ -92,20 +92,12 @@ pipeline_request request_of(const freekv_settings* given) {
 }
 
 /// Threads of the host.
-class threads final : public backend {
+class threads final : public backend_of_shapes<host_backend> {
  public:
   explicit threads(const freekv_host_options& options)
-      : of_({.threads = options.threads == 0 ? 1 : options.threads, .overlap = options.no_overlap == 0}) {}
+      : backend_of_shapes(shapes, host_options{.threads = options.threads == 0 ? 1 : options.threads,
+                                               .overlap = options.no_overlap == 0}) {}
   memory_resources memory() override { return {}; }
-  pipeline_needs measure(const pipeline_request& request) override {
-    return shape_of(shapes, request.settings).measure(request, of_);
-  }
-  std::unique_ptr<pipeline> create(const pipeline_request& request, const memory_resources& memory) override {
-    return shape_of(shapes, request.settings).create(request, of_, memory);
-  }
-
- private:
-  host_backend of_;
 };
 
 /// Memory of the caller's.

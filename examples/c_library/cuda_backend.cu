@@ -23,21 +23,14 @@ cudaStream_t stream_of(void* given, const char* member) {
   return stream;
 }
 
-class streams final : public backend {
+class streams final : public backend_of_shapes<cuda_backend> {
  public:
   explicit streams(const freekv_cuda_options& options)
-      : of_{stream_of(options.compute, "compute"), stream_of(options.recall, "recall"),
-            options.copy_engines != 0 ? recall_by::copy_engines : recall_by::kernel} {}
+      : backend_of_shapes{shapes, stream_of(options.compute, "compute"), stream_of(options.recall, "recall"),
+                          options.copy_engines != 0 ? recall_by::copy_engines : recall_by::kernel} {}
   memory_resources memory() override { return {.slow = &slow_, .fast = &fast_}; }
-  pipeline_needs measure(const pipeline_request& request) override {
-    return shape_of(shapes, request.settings).measure(request, of_);
-  }
-  std::unique_ptr<pipeline> create(const pipeline_request& request, const memory_resources& memory) override {
-    return shape_of(shapes, request.settings).create(request, of_, memory);
-  }
 
  private:
-  cuda_backend of_;
   device::pinned_memory slow_;
   device::device_memory fast_;
 };

@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace freekv::c_library {
@@ -134,5 +135,24 @@ const auto& shape_of(const Shapes& shapes, const freekv_settings& s) {
                        " is not among the shapes compiled in (" + text +
                        "); build the library with it in FREEKV_C_SHAPES");
 }
+
+/// A backend `Of` of FreeKV's, with the shapes that are compiled in for it.
+template <class Of>
+class backend_of_shapes : public backend {
+ public:
+  template <class... Arguments>
+  explicit backend_of_shapes(std::span<const compiled_shape<Of>> shapes, Arguments&&... arguments)
+      : shapes_(shapes), of_(std::forward<Arguments>(arguments)...) {}
+  pipeline_needs measure(const pipeline_request& request) override {
+    return shape_of(shapes_, request.settings).measure(request, of_);
+  }
+  std::unique_ptr<pipeline> create(const pipeline_request& request, const memory_resources& memory) override {
+    return shape_of(shapes_, request.settings).create(request, of_, memory);
+  }
+
+ private:
+  std::span<const compiled_shape<Of>> shapes_;
+  Of of_;
+};
 
 }  // namespace freekv::c_library

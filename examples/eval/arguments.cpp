@@ -56,8 +56,7 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_option(
       "--by-layer", a.by_layer,
       "Budgets and thresholds of each layer, lines of layer, selected tokens, tau and delta, - for the "
-      "common "
-      "one, as --section by_layer learns them: each row that retrieves has one beside it with these");
+      "common one, as --section by_layer learns them: each row that retrieves has one beside it with these");
   app.add_option("--basis-tokens", a.basis_tokens,
                  "Tokens, at most, that the basis and codebooks for the other text are learnt from");
   app.add_option("--needle-tokens", a.needle_tokens,
