@@ -128,11 +128,15 @@ def write_lines(path, lines):
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def asked_of(kind, length, wanted):
-    """The methods that a cell has been run with already."""
+def asked_of(kind, length, wanted, any_steps=False):
+    """The methods that a cell has been run with already; of quality those after as many steps, or by `any_steps` any."""
     kept = folder_of(kind, length, wanted) / "settings.json"
-    found = json.loads(kept.read_text()) if kept.exists() else {}
-    return found["methods"] if found.get("settings") == settings_of(wanted) else []
+    if not kept.exists():
+        return []
+    found, now = json.loads(kept.read_text()), settings_of(wanted)
+    if any_steps or kind != QUALITY:
+        found["settings"]["steps"] = now["steps"]
+    return found["methods"] if found["settings"] == now else []
 
 
 def missing_of(kind, length, wanted):
@@ -310,7 +314,7 @@ def main(arguments):
         columns, commits = {length: [] for length in lengths_of(Path(wanted.out, "cells").iterdir())}, {}
         for length in columns:
             for kind in (QUALITY, *tasks.KINDS):
-                if not asked_of(kind, length, wanted):
+                if not asked_of(kind, length, wanted, any_steps=True):  # a column says how many
                     continue
                 lines = read_lines(folder_of(kind, length, wanted) / "results.jsonl")
                 columns[length] += quality_columns(lines) if kind == QUALITY else [column_of(kind, lines)]

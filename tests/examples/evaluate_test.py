@@ -132,6 +132,15 @@ class Evaluate(unittest.TestCase):
         self.run_it("--tasks", "needles", "passkey", "--budget", "256")
         self.assertEqual(len(self.calls()), 8)
 
+    def test_other_steps_are_another_quality_and_the_same_tasks(self):
+        self.run_it("--tasks", "quality", "needles")
+        self.run_it("--tasks", "needles", "--steps", "20")
+        self.assertEqual(len(self.calls()), 2)
+        self.assertIn("KL, 1/1000 nat, n 30", (self.folder / "out" / "table.md").read_text())  # what it is of, it says
+        self.run_it("--tasks", "quality", "--steps", "20")
+        self.assertEqual(len(self.calls()), 3)
+        self.assertIn("--steps 20", self.calls()[-1])
+
     def test_jobs_may_be_called_threads(self):
         for option in "--jobs", "--threads":
             shutil.rmtree(self.folder / "out", ignore_errors=True)
