@@ -37,13 +37,13 @@ int main() {
   const pipeline::footprint needs(settings, backend);
   std::vector<tensor> paged(layers, tensor(64 * 2 * plane));
   std::vector<std::vector<std::int32_t>> lent(layers), tables(layers);
-  std::vector<fk::engine_blocks<fk::bfloat16>> lent_blocks(layers);
+  std::vector<fk::paged_blocks<fk::bfloat16>> lent_blocks(layers);
   for (int layer = 0; layer < layers; ++layer) {
     for (int i = 0; i < needs.slots(layer); ++i)
       lent[layer].push_back(63 - 2 * i);  // blocks that the engine does not use itself, in any order
     fk::bfloat16* const keys = paged[layer].data();
-    lent_blocks[layer] = {keys, keys + plane, 2 * plane, kv_heads * d,
-                          d,    lent[layer]};  // strides in elements
+    const fk::paged_tensor<fk::bfloat16> blocks{keys, keys + plane, 2 * plane, kv_heads * d, d, page};
+    lent_blocks[layer] = {blocks, lent[layer]};
     tables[layer].resize(needs.slots_per_sequence(layer));
   }
   pipeline retrieval(needs, backend, {}, lent_blocks), peer(settings, peers_backend);

@@ -313,12 +313,13 @@ class retrieving : public pipeline {
     };
     (try_one(std::type_identity<Method>{}), ...);
   }
-  static std::vector<engine_blocks<element>> blocks_of(const freekv_settings& given) {
-    std::vector<engine_blocks<element>> blocks;
+  static std::vector<paged_blocks<element>> blocks_of(const freekv_settings& given) {
+    std::vector<paged_blocks<element>> blocks;
     for (std::int32_t layer = 0; given.blocks != nullptr && layer < given.layers; ++layer) {
       const freekv_engine_blocks& b = given.blocks[layer];
-      blocks.push_back({static_cast<element*>(b.keys), static_cast<element*>(b.values), b.block_stride,
-                        b.token_stride, b.head_stride, std::span(b.ids, b.count)});
+      blocks.push_back({{static_cast<element*>(b.keys), static_cast<element*>(b.values), b.block_stride,
+                         b.token_stride, b.head_stride, or_else(given.page_tokens, 32)},
+                        std::span(b.ids, b.count)});
     }
     return blocks;
   }

@@ -59,25 +59,25 @@ struct engine_cache {
     const int sequences = static_cast<int>(c.lengths.size()), most = sequences * c.blocks() + 3;
     const std::int64_t plane = tokens * heads * row;
     std::int64_t values = plane;
-    view.block_stride = 2 * plane;
-    view.token_stride = heads * row;
-    view.head_stride = row;
+    view.tensor.block_stride = 2 * plane;
+    view.tensor.token_stride = heads * row;
+    view.tensor.head_stride = row;
     if (c.layout == layout_of::two_planes) {
-      view.block_stride = plane;
+      view.tensor.block_stride = plane;
       values = plane * most;
     }
     if (c.layout == layout_of::token_of_two) {
-      view.token_stride = 2 * heads * row;
+      view.tensor.token_stride = 2 * heads * row;
       values = heads * row;
     }
     if (c.layout == layout_of::heads_first) {
-      view.token_stride = row;
-      view.head_stride = tokens * row;
+      view.tensor.token_stride = row;
+      view.tensor.head_stride = tokens * row;
     }
     data.assign(to_size(2 * plane * most), from_float<Element>(nan_value));
-    view.keys = data.data();
-    view.values = data.data() + values;
-    view.block_tokens = c.block_tokens;
+    view.tensor.keys = data.data();
+    view.tensor.values = data.data() + values;
+    view.tensor.block_tokens = c.block_tokens;
     view.max_blocks = c.table_width();
 
     std::vector<std::int32_t> free(to_size(most));
@@ -101,15 +101,15 @@ struct engine_cache {
     view.seq_lens = lengths.data();
   }
   std::int64_t offset(std::int32_t block, int token, int head) const {
-    return block * view.block_stride + token % view.block_tokens * view.token_stride +
-           head * view.head_stride;
+    return block * view.tensor.block_stride + token % view.tensor.block_tokens * view.tensor.token_stride +
+           head * view.tensor.head_stride;
   }
   const Element* key(int sequence, int token, int head) const {
-    return view.keys +
-           offset(table[to_size(sequence * view.max_blocks + token / view.block_tokens)], token, head);
+    return view.tensor.keys +
+           offset(table[to_size(sequence * view.max_blocks + token / view.tensor.block_tokens)], token, head);
   }
   const Element* value(int sequence, int token, int head) const {
-    return key(sequence, token, head) + (view.values - view.keys);
+    return key(sequence, token, head) + (view.tensor.values - view.tensor.keys);
   }
 };
 
@@ -485,7 +485,7 @@ void refusals(report& checks, random_numbers& random) {
   };
   attempt([](auto&, auto& attention, auto&) { attention.heads.query = 5; });
   attempt([](auto&, auto& attention, auto&) { attention.rows = 0; });
-  attempt([](auto& view, auto&, auto&) { view.block_tokens = 0; });
+  attempt([](auto& view, auto&, auto&) { view.tensor.block_tokens = 0; });
   attempt([](auto& view, auto&, auto&) { view.max_blocks = 2; });
   attempt([](auto&, auto&, auto& with) { with.parts = 5; });
   checks.equal("what is refused", refused);

@@ -115,7 +115,7 @@ template <class In>
 struct prompt_tensor {
   pinned<In> data, source;  // `source` comes to `data` by the compute stream
   pinned<std::int32_t> table;
-  paged_rows<In> rows;
+  paged_blocks<const In> rows;
 
   prompt_tensor(const text& from, int layer, int tokens, layout_of how, int block_tokens,
                 random_numbers& random) {
@@ -134,7 +134,7 @@ struct prompt_tensor {
           source[to_size(at)] = from_float<In>(to_float(from.keys[layer][in_text]));
           source[to_size(at + of.values)] = from_float<In>(to_float(from.values[layer][in_text]));
         }
-    rows = {data.data(), data.data() + of.values, of.block, of.token, of.head, block_tokens, table};
+    rows = {{data.data(), data.data() + of.values, of.block, of.token, of.head, block_tokens}, table};
   }
 };
 
@@ -159,7 +159,7 @@ class engine {
   };
 
   engine(Backend& backend, const footprint& needs, const memory_resources& memory, const options& o,
-         const std::vector<engine_blocks<half>>& lent)
+         const std::vector<paged_blocks<half>>& lent)
       : options_(o), pipeline_(needs, backend, memory, lent) {}
   virtual ~engine() = default;
 
@@ -250,7 +250,7 @@ class engine {
   template <class In>
   void append_from(typename pipeline_type::step& step, int layer, const std::vector<part>& parts,
                    std::vector<std::unique_ptr<prompt_tensor<In>>>& tensors) {
-    std::vector<paged_rows<In>> rows;
+    std::vector<paged_blocks<const In>> rows;
     for (const part& p : parts) {
       constexpr int sizes[] = {1, 5, 16, 64};
       const auto& made = tensors.emplace_back(std::make_unique<prompt_tensor<In>>(

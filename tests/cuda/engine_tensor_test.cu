@@ -23,7 +23,7 @@ struct lent_tensor {
   layout of;
   pinned<half> data[layers];
   std::vector<std::int32_t> ids[layers];
-  std::vector<engine_blocks<half>> lent;
+  std::vector<paged_blocks<half>> lent;
 
   template <class Footprint>
   lent_tensor(const Footprint& needs, layout_of how, unsigned seed) : of(how(page, blocks)) {
@@ -32,7 +32,7 @@ struct lent_tensor {
       data[layer].assign(of.numbers(page, blocks), from_float<half>(NAN));
       ids[layer] = draw_ids(random, blocks, static_cast<int>(needs.slots(layer)));
       half* const keys = data[layer].data();
-      lent.push_back({keys, keys + of.values, of.block, of.token, of.head, ids[layer]});
+      lent.push_back({{keys, keys + of.values, of.block, of.token, of.head, page}, ids[layer]});
     }
   }
   /// Elements that are no row of a listed block, and those of them that are still NaN.
@@ -56,7 +56,7 @@ struct lent_tensor {
 
 /// Attention by a block for each sequence and a thread for each query head, in double precision, by tables by
 /// head.
-__global__ void attend_by_table(slot_blocks<half> kv, device::block_tables tables, const float* queries,
+__global__ void attend_by_table(paged_tensor<half> kv, device::block_tables tables, const float* queries,
                                 float scale, float* out) {
   const int nth = static_cast<int>(blockIdx.x), query_head = static_cast<int>(threadIdx.x),
             head = query_head / group, row = head * tables.sequences + nth;
@@ -85,7 +85,7 @@ struct device_run {
 class device_engine final : public engine<cuda_backend> {
  public:
   device_engine(device_run& on, const footprint& needs, const options& o,
-                const std::vector<engine_blocks<half>>& lent, report& checks)
+                const std::vector<paged_blocks<half>>& lent, report& checks)
       : engine(on.backend, needs, {&on.slow, &on.fast}, o, lent),
         compute_(on.compute.get()),
         checks_(checks) {}
@@ -164,11 +164,11 @@ class test {
       checks_.equal(std::string("refusal of ") + what, found);
     };
     refused("keys at 8 bytes", "layer 1: keys begin 8 bytes behind a multiple of 16",
-            [](auto& lent) { lent.keys += 4; });
+            [](auto& lent) { lent.tensor.keys += 4; });
     refused("values at 2 bytes", "layer 1: values begin 2 bytes behind",
-            [](auto& lent) { lent.values += 1; });
+            [](auto& lent) { lent.tensor.values += 1; });
     refused("tokens of 524 bytes", "token_stride is 12 bytes behind a multiple of 16",
-            [](auto& lent) { lent.token_stride += 6; });
+            [](auto& lent) { lent.tensor.token_stride += 6; });
     refused("an id twice", "is listed twice", [](auto& lent) {
       static std::vector<std::int32_t> ids;
       ids.assign(lent.ids.begin(), lent.ids.end());
@@ -204,10 +204,9 @@ class test {
     const std::string full = name + ", slots in a tensor of " + tensor.of.name;
     same(expected, with.live(first_, second_), full);
     checks_.equal(full + ": what is not lent", tensor.others());
-    results<std::int64_t> of_pipeline(3);
+    results<std::int64_t> of_pipeline(2);
     of_pipeline.device[0] = static_cast<std::int64_t>(with.pipeline().bytes().slots);
-    of_pipeline.device[1] = with.pipeline().paged_kv(1).keys - tensor.lent[1].keys;
-    of_pipeline.device[2] = with.pipeline().paged_kv(1).ids != nullptr;  // which tables list
+    of_pipeline.device[1] = with.pipeline().paged_kv(1).keys - tensor.lent[1].tensor.keys;
     checks_.equal(full + ": slots of its own, and where tables begin", of_pipeline);
   }
   void prompts_from(kept what, layout_of how, bool hurried, const run_results& expected,

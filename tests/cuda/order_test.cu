@@ -229,17 +229,17 @@ pinned<float> decode_prompt_of_pages(const text& source, bool waits, bool withou
   pinned<std::int32_t> blocks;
   for (int block = 0; block < prompt / 4; ++block) blocks.push_back(block);
   for (int first = 0; first < prompt; first += 4) {
-    const paged_rows<half> rows{.keys = source.keys.data(),
-                                .values = source.values.data(),
-                                .block_stride = 4 * key_row,
-                                .token_stride = key_row,
-                                .head_stride = head_dim,
-                                .block_tokens = 4,
-                                .block_table = blocks};
+    const paged_blocks<const half> rows{.tensor = {.keys = source.keys.data(),
+                                                   .values = source.values.data(),
+                                                   .block_stride = 4 * key_row,
+                                                   .token_stride = key_row,
+                                                   .head_stride = head_dim,
+                                                   .block_tokens = 4},
+                                        .ids = blocks};
     run.step = run.pipeline.begin_step({{run.id, 4, step_phase::prefill}});
     {
       const left_out wait(without_second ? run.recall.get() : without_first ? run.compute.get() : nullptr);
-      run.step.append_from(0, std::span(&rows, 1));
+      run.step.append_from<half>(0, std::span(&rows, 1));
     }
     run.step.end();
     if (waits) run.pipeline.synchronize();

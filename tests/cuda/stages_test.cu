@@ -707,7 +707,7 @@ void recalls(report& checks, random_numbers& random, const std::string& how) {
 
   const auto on = [&](pinned<Element>& data) {
     state side = s;
-    side.blocks = blocks_of<Element>(make_page_span<Fast, HeadDim>(data.data(), blocks, shape));
+    side.blocks.tensor = tensor_of<Element>(make_page_span<Fast, HeadDim>(data.data(), blocks, shape));
     return side;
   };
   recall_listed<Tuned>(on(slots.device), sequences, scratch);

@@ -48,7 +48,7 @@ __device__ row_of_table read_row(const device::block_tables& t, form f, int row)
 
 /// Attention by a thread for each sequence and query head, in double precision. Folded heads are requests of
 /// a tensor of one head, whose pages are as far apart as heads are.
-__global__ void attend_by_table(slot_blocks<half> kv, device::block_tables tables, form f,
+__global__ void attend_by_table(paged_tensor<half> kv, device::block_tables tables, form f,
                                 const float* queries, float scale, float* out) {
   const int nth = static_cast<int>(blockIdx.x), query_head = static_cast<int>(threadIdx.x),
             head = query_head / group;
@@ -281,7 +281,7 @@ class engine {
       step.append(layer, {r.keys, r.values, r.queries});  // of `batch` rows, of which the step may have fewer
       step.correct(layer);
       for (table_memory& t : tables_[to_size(layer)]) step.queue_tables(layer, t.view());
-      const slot_blocks<half> kv = pipeline_.paged_kv(layer);
+      const paged_tensor<half> kv = pipeline_.paged_kv(layer);
       const auto attend = [&](table_memory& t, form f) {
         attend_by_table<<<batch, query_heads, 0, compute_.get()>>>(kv, t.view(), f, r.queries.data(),
                                                                    pipeline_.configuration().attention.scale,
@@ -332,7 +332,7 @@ class engine {
   /// later.
   void compare_pages(int layer, const std::vector<int>& of, const std::string& name) {
     if (layer > 0 && !in_place_) return;
-    const slot_blocks<half> kv = pipeline_.paged_kv(layer);
+    const paged_tensor<half> kv = pipeline_.paged_kv(layer);
     results<std::int32_t> pages(pinned<std::int32_t>{});
     table_memory& t = tables_[to_size(layer)][0];
     for (int head = 0; head < kv_heads; ++head)
@@ -348,7 +348,7 @@ class engine {
     checks_.equal("pages by head, " + name, pages);
   }
   /// The page of a sequence whose first key is that of a block; -1: none.
-  static int page_in(const slot_blocks<half>& kv, int block, int head, const std::vector<half>& keys) {
+  static int page_in(const paged_tensor<half>& kv, int block, int head, const std::vector<half>& keys) {
     const half* const first = kv.keys + block * kv.block_stride + head * kv.head_stride;
     for (int p = 0; to_size(p * page) * key_row < keys.size(); ++p)
       if (std::memcmp(first, keys.data() + to_size(p * page) * key_row + head * head_dim,

@@ -25,9 +25,10 @@ struct engine_cache {
   std::int64_t head_stride() const { return heads_first ? std::int64_t{block_tokens} * width() : width(); }
   std::int64_t block_stride() const { return std::int64_t{2} * block_tokens * heads * head_dim; }
   std::int64_t values() const { return packed ? head_dim : block_stride() / 2; }
-  freekv::paged_rows<float> view() const {
-    return {data.data(),   data.data() + values(), block_stride(), token_stride(),
-            head_stride(), block_tokens,           table};
+  freekv::paged_blocks<const float> view() const {
+    return {
+        {data.data(), data.data() + values(), block_stride(), token_stride(), head_stride(), block_tokens},
+        table};
   }
 
   /// The first `tokens` tokens of a text in blocks in random order, other numbers in between.
@@ -83,7 +84,7 @@ TEST_CASE("a prompt out of an engine's blocks is the prompt appended, bit for bi
       auto now =
           pipeline.begin_step({{ids[0], n, step_phase::prefill}, {ids[1], n - 1, step_phase::prefill}});
       for (int layer = 0; layer < s.model.layers; ++layer) {
-        std::vector<freekv::paged_rows<float>> tables;
+        std::vector<freekv::paged_blocks<const float>> tables;
         for (const int second : {0, 1}) {
           if (n == second) continue;
           cache->block_tokens = d.one_of({1, 5, 16, 64});
@@ -164,15 +165,15 @@ TEST_CASE("what an engine's blocks do not hold is refused in sentences", "[appen
   fresh f(s);
   cache.fill(source, 0, 40, d);
   tiny_pipeline::step step;
-  const auto refused = [&](freekv::paged_rows<float> rows, const char* sentence) {
+  const auto refused = [&](freekv::paged_blocks<const float> rows, const char* sentence) {
     CHECK_THROWS_WITH(step.append_from<float>(0, std::vector{rows}), sentence);
   };
   step = f.pipeline.begin_step({{f.id, 49, step_phase::prefill}});
   refused(cache.view(), "append_from: sequence 0 has blocks for 48 tokens of 49");
   auto none = cache.view();
-  none.block_tokens = 0;
+  none.tensor.block_tokens = 0;
   refused(none, "append_from: sequence 0 has blocks of 0 tokens");
-  CHECK_THROWS_WITH(step.append_from<float>(0, std::vector<freekv::paged_rows<float>>{}),
+  CHECK_THROWS_WITH(step.append_from<float>(0, std::vector<freekv::paged_blocks<const float>>{}),
                     "append_from: 0 block tables for 1 sequences with rows");
   step.abandon();
   f.id = f.pipeline.open();

@@ -44,7 +44,7 @@ struct engine_tensor {
   std::vector<bfloat16> data =
       std::vector<bfloat16>(count(layers * 2 * blocks * numbers), freekv::from_float<bfloat16>(quiet_nan));
   std::vector<std::vector<std::int32_t>> lists;  // of each layer
-  std::vector<freekv::engine_blocks<bfloat16>> blocks_of_layer;
+  std::vector<freekv::paged_blocks<bfloat16>> blocks_of_layer;
 
   engine_tensor(const settings& s, freekv::host_backend& backend, layout of, unsigned seed) {
     std::mt19937 random(seed);
@@ -60,18 +60,18 @@ struct engine_tensor {
       bfloat16* const first = data.data() + layer * 2 * blocks * numbers;
       const auto& ids = lists[count(layer)];
       if (of == layout::nhd)
-        blocks_of_layer.push_back({first, first + blocks * numbers, numbers, kv_heads * d, d, ids});
+        blocks_of_layer.push_back({{first, first + blocks * numbers, numbers, kv_heads * d, d, page}, ids});
       else if (of == layout::hnd)
-        blocks_of_layer.push_back({first, first + numbers, 2 * numbers, d, page * d, ids});
+        blocks_of_layer.push_back({{first, first + numbers, 2 * numbers, d, page * d, page}, ids});
       else if (of == layout::packed_nhd)
-        blocks_of_layer.push_back({first, first + d, 2 * numbers, 2 * kv_heads * d, 2 * d, ids});
+        blocks_of_layer.push_back({{first, first + d, 2 * numbers, 2 * kv_heads * d, 2 * d, page}, ids});
       else
-        blocks_of_layer.push_back({first, first + d, 2 * numbers, 2 * d, 2 * page * d, ids});
+        blocks_of_layer.push_back({{first, first + d, 2 * numbers, 2 * d, 2 * page * d, page}, ids});
     }
   }
   /// Row t of a head in a block.
   std::vector<float> row(int layer, int block, int t, int head, bool value) const {
-    const auto& f = blocks_of_layer[count(layer)];
+    const auto& f = blocks_of_layer[count(layer)].tensor;
     const bfloat16* from =
         (value ? f.values : f.keys) + block * f.block_stride + t * f.token_stride + head * f.head_stride;
     std::vector<float> numbers_of_row;
@@ -248,7 +248,9 @@ TEST_CASE("blocks and tables that cannot be are refused", "[blocks]") {
   refused([](engine_tensor& t) { t.blocks_of_layer.pop_back(); }, {"2 layers for 3"});
   refused([](engine_tensor& t) { t.blocks_of_layer[1].ids = t.blocks_of_layer[1].ids.first(5); },
           {"layer 1", "5 blocks", "footprint::slots"});
-  refused([](engine_tensor& t) { t.blocks_of_layer[2].values = nullptr; }, {"layer 2", "null"});
+  refused([](engine_tensor& t) { t.blocks_of_layer[2].tensor.values = nullptr; }, {"layer 2", "null"});
+  refused([](engine_tensor& t) { t.blocks_of_layer[1].tensor.block_tokens = 2 * page; },
+          {"layer 1", std::to_string(2 * page) + " tokens", "a page of " + std::to_string(page)});
   refused([](engine_tensor& t) { t.lists[1][3] = -4; }, {"layer 1", "block -4"});
   refused([](engine_tensor& t) { t.lists[2][3] = t.lists[2][0]; }, {"layer 2", "twice"});
 

@@ -266,12 +266,13 @@ TEST_CASE("rows of fp8 are stored as they are, and slots hold their bits", "[fp8
   std::vector<std::int32_t> ids(count(needs.slots(0)));
   for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(ids.size() - 1 - i);
   std::vector<fp8_e4m3> tensor(ids.size() * 2 * 8 * width);
-  const freekv::engine_blocks<fp8_e4m3> blocks{.keys = tensor.data(),
-                                               .values = tensor.data() + 8 * width,
-                                               .block_stride = 2 * 8 * width,
-                                               .token_stride = width,
-                                               .head_stride = width,
-                                               .ids = ids};
+  const freekv::paged_blocks<fp8_e4m3> blocks{.tensor = {.keys = tensor.data(),
+                                                         .values = tensor.data() + 8 * width,
+                                                         .block_stride = 2 * 8 * width,
+                                                         .token_stride = width,
+                                                         .head_stride = width,
+                                                         .block_tokens = 8},
+                                              .ids = ids};
   fp8_pipeline p(needs, backend, {}, {&blocks, 1});
   std::vector<fp8_e4m3> keys(count(8 * width)), values(keys.size());
   for (std::size_t i = 0; i < keys.size(); ++i) {

@@ -7,6 +7,7 @@
 #include <freekv/pipeline/stage_arguments.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/memory.hpp>
+#include <freekv/storage/paged_tensor.hpp>
 #include <span>
 
 namespace freekv {
@@ -70,7 +71,7 @@ template <class T, class State>
 concept retrieval_stages = requires(T& stages, const State& s, std::span<State> layers,
                                     std::span<const detail::step_entry> entries, const typename T::step& step,
                                     const typename T::tables& tables, const detail::step_rows<float>& rows,
-                                    std::span<const paged_rows<float>> paged,
+                                    std::span<const paged_blocks<const float>> paged,
                                     const detail::step_queries& queries, const detail::attention_output& out,
                                     const detail::log_mass_output& masses, const truncation& to,
                                     const typename T::event& recalled, std::byte* bytes) {

@@ -10,7 +10,7 @@
 #include <freekv/pipeline/sequences.hpp>
 #include <freekv/pipeline/stage_arguments.hpp>
 #include <freekv/policies/plan.hpp>
-#include <freekv/storage/engine_blocks.hpp>
+#include <freekv/storage/paged_tensor.hpp>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -80,7 +80,8 @@ resident_table write_table(const State& s, const step_entry& entry, std::span<st
 
 /// An engine's tables of the prompt rows of all entries. Throws usage_error.
 template <class In>
-void expect_prompt_tables(std::span<const paged_rows<In>> rows, const std::vector<step_entry>& entries) {
+void expect_prompt_tables(std::span<const paged_blocks<const In>> rows,
+                          const std::vector<step_entry>& entries) {
   const auto text = [](auto n) { return std::to_string(n); };
   if (rows.size() != entries.size())
     throw usage_error("append_from: " + text(rows.size()) + " block tables for " + text(entries.size()) +
@@ -90,9 +91,9 @@ void expect_prompt_tables(std::span<const paged_rows<In>> rows, const std::vecto
     const std::string who = "append_from: " + name_of(sequence_id{entry.sequence});
     if (entry.phase != step_phase::prefill)
       throw usage_error(who + " brings decode rows; append them with their queries");
-    if (rows[i].block_tokens < 1)
-      throw usage_error(who + " has blocks of " + text(rows[i].block_tokens) + " tokens");
-    const std::int64_t covered = static_cast<std::int64_t>(rows[i].block_table.size()) * rows[i].block_tokens;
+    if (rows[i].tensor.block_tokens < 1)
+      throw usage_error(who + " has blocks of " + text(rows[i].tensor.block_tokens) + " tokens");
+    const std::int64_t covered = static_cast<std::int64_t>(rows[i].ids.size()) * rows[i].tensor.block_tokens;
     if (covered < entry.after())
       throw usage_error(who + " has blocks for " + text(covered) + " tokens of " + text(entry.after()));
   }
@@ -109,12 +110,10 @@ int most_blocks(const State& s, const Settings& settings, Rows rows) {
   const int most = settings.entries_within(s.layer);
   return rows == Rows::all_heads ? std::min(s.max_pages, most + (s.heads.kv - 1) * s.max_selected) : most;
 }
-/// Tensors whose blocks a device's tables list, by their ids.
+/// Tensor whose blocks a device's tables list, by their ids.
 template <class State>
-slot_blocks<typename State::element> paged_kv(const State& s) {
-  auto kv = s.keeps_slots ? s.blocks : blocks_of<typename State::element>(s.store);
-  kv.ids = nullptr;
-  return kv;
+paged_tensor<typename State::element> paged_kv(const State& s) {
+  return s.keeps_slots ? s.blocks.tensor : tensor_of<typename State::element>(s.store);
 }
 
 /// A device's tables `to`, as wide and as many as `entries` sequences need. Throws usage_error.

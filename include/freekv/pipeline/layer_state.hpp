@@ -11,8 +11,8 @@
 #include <freekv/pipeline/selection_state.hpp>
 #include <freekv/pipeline/stage_arguments.hpp>
 #include <freekv/policies/geometry.hpp>
-#include <freekv/storage/engine_blocks.hpp>
 #include <freekv/storage/layout.hpp>
+#include <freekv/storage/paged_tensor.hpp>
 #include <freekv/storage/slice_store.hpp>
 
 namespace freekv::detail {
@@ -30,7 +30,7 @@ struct layer_state : selection_state {
   strided_pages<element, head_dim> store;  // by store page, unless encoded
   strided_pages<element, head_dim> open;   // by sequence * open_pages + page % open_pages, if encoded
   slice_store slices;                      // complete pages, if encoded
-  slot_blocks<element> blocks;  // of all slot sets: sink and ring, then what `selected_blocks` lists
+  listed_blocks<element> blocks;  // of all slot sets: sink and ring, then what `selected_blocks` lists
   const std::int32_t* selected_blocks = nullptr;  // (slot set, blocks of the selected slots): its block
   const std::int32_t* page_table = nullptr;       // (sequence, max_pages): store page
   const std::int32_t* slot_sets = nullptr;        // (sequence): its slots among all, -1 while it is preempted

@@ -12,6 +12,7 @@
 #include <freekv/pipeline/sequences.hpp>
 #include <freekv/pipeline/settings.hpp>
 #include <freekv/pipeline/slot_budget.hpp>
+#include <freekv/storage/paged_tensor.hpp>
 #include <memory>
 #include <optional>
 #include <span>
@@ -37,7 +38,7 @@ struct pipeline_core {
 
   [[gnu::cold]] pipeline_core(const footprint_type& needs, backend_type& processor,
                               const memory_resources& from,
-                              std::span<const engine_blocks<typename state::element>> blocks)
+                              std::span<const paged_blocks<typename state::element>> blocks)
       : settings(needs.configuration()),
         backend(processor),
         recalled(to_size(settings.model.layers)),

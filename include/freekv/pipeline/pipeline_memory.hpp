@@ -14,6 +14,7 @@
 #include <freekv/policies/summary.hpp>
 #include <freekv/storage/block_pool.hpp>
 #include <freekv/storage/memory.hpp>
+#include <freekv/storage/paged_tensor.hpp>
 #include <vector>
 
 namespace freekv::detail {
@@ -29,7 +30,7 @@ class pipeline_memory {
   /// are if they are not the pipeline's own.
   template <class Backend>
   pipeline_memory(const Settings& s, Backend& backend, std::byte* slow_block, std::byte* fast_block,
-                  slice_file* file, std::span<const engine_blocks<element>> blocks)
+                  slice_file* file, std::span<const paged_blocks<element>> blocks)
       : pipeline_memory(s, backend, carver(slow_block), carver(fast_block), file, blocks) {}
 
   std::vector<State> layers;
@@ -45,7 +46,7 @@ class pipeline_memory {
 
   template <class Backend>
   pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast, slice_file* file,
-                  std::span<const engine_blocks<element>> blocks)
+                  std::span<const paged_blocks<element>> blocks)
       : tables{.page_tables = tables_type::template take<std::int32_t>(
                    to_size(s.capacity.max_sequences) * to_size(s.max_pages()), slow, fast),
                .slot_sets =
@@ -62,7 +63,7 @@ class pipeline_memory {
   }
 
   [[gnu::cold]] State layer_of(const Settings& s, int layer, carver& slow, carver& fast, slice_file* file,
-                               std::span<const engine_blocks<element>> blocks) {
+                               std::span<const paged_blocks<element>> blocks) {
     State l;
     l.layer = layer;
     l.kind = s.plan.kind(layer);
@@ -136,15 +137,16 @@ class pipeline_memory {
       const auto rows =
           strided<head_dim>(make_page_span<typename Layouts::slow, head_dim>(row_data, row_pages, shape));
       (l.encoded ? l.open : l.store) = rows;
-      l.blocks =
-          blocks_of<element>(make_page_span<typename Layouts::fast, head_dim>(own_data, own_blocks, shape));
+      l.blocks.tensor =
+          tensor_of<element>(make_page_span<typename Layouts::fast, head_dim>(own_data, own_blocks, shape));
     });
     const auto listed = tables_type::template take<std::int32_t>(
         to_size(s.capacity.max_resident) * to_size(most), slow, fast);
     l.selected_blocks = listed.device;
     block_pools.emplace_back(fixed, shared, most, s.capacity.max_resident, listed.host);
     const std::int64_t engines = blocks.empty() ? 0 : slots;  // blocks of an engine's tensor
-    if (engines > 0) l.blocks = blocks_of(blocks[to_size(layer)], layer, slots, tables_type::block_alignment);
+    if (engines > 0)
+      l.blocks = slots_in(blocks[to_size(layer)], layer, s.page.tokens, slots, tables_type::block_alignment);
     l.blocks.ids = tables.take_block_ids(l.blocks.ids, to_size(engines), slow, fast);
     int complete_heads = 0;
     for (int head = 0; head < s.model.kv_heads; ++head)

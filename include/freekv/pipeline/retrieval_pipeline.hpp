@@ -11,6 +11,7 @@
 #include <freekv/pipeline/saved_prefix.hpp>
 #include <freekv/pipeline/selection_state.hpp>
 #include <freekv/pipeline/step_report.hpp>
+#include <freekv/storage/paged_tensor.hpp>
 #include <initializer_list>
 #include <span>
 #include <string>
@@ -67,12 +68,12 @@ class basic_retrieval_pipeline {
   /// if the file cannot be had.
   [[gnu::cold]] basic_retrieval_pipeline(const footprint& needs, backend_type& backend,
                                          const memory_resources& memory = {},
-                                         std::span<const engine_blocks<element>> blocks = {})
+                                         std::span<const paged_blocks<element>> blocks = {})
       : core_(needs, backend, memory, blocks) {}
   /// A pipeline from settings whose footprint nobody has asked for. Throws the same.
   [[gnu::cold]] basic_retrieval_pipeline(const settings& given, backend_type& backend,
                                          const memory_resources& memory = {},
-                                         std::span<const engine_blocks<element>> blocks = {})
+                                         std::span<const paged_blocks<element>> blocks = {})
       : basic_retrieval_pipeline(footprint(given, backend), backend, memory, blocks) {}
   basic_retrieval_pipeline(const basic_retrieval_pipeline&) = delete;
   basic_retrieval_pipeline& operator=(const basic_retrieval_pipeline&) = delete;
@@ -362,7 +363,7 @@ class basic_retrieval_pipeline {
     return detail::most_blocks(core_.layer_of(layer, "most_blocks"), core_.settings, rows);
   }
   /// Blocks that tables list: keys, values and strides in elements. The engine does not write there.
-  slot_blocks<element> paged_kv(int layer) const requires device_stages<stages> {
+  paged_tensor<element> paged_kv(int layer) const requires device_stages<stages> {
     return detail::paged_kv(core_.layer_of(layer, "paged_kv"));
   }
 

@@ -9,6 +9,7 @@
 #include <freekv/pipeline/pipeline_core.hpp>
 #include <freekv/pipeline/row_arguments.hpp>
 #include <freekv/pipeline/step_handle.hpp>
+#include <freekv/storage/paged_tensor.hpp>
 #include <span>
 #include <type_traits>
 
@@ -80,7 +81,7 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
   /// the compute stream that waits, and copies where there is a codec. Throws usage_error, or store_error, as
   /// `append`.
   template <class In = element>
-  void append_from(int layer, std::span<const paged_rows<In>> rows) {
+  void append_from(int layer, std::span<const paged_blocks<const In>> rows) {
     static_assert(detail::row_of<In, element>,
                   "append_from takes keys and values of the stored element type, or float; of fp8_e4m3 any");
     core_type& core = this->of("append_from");

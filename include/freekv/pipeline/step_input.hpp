@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <freekv/core/ids.hpp>
-#include <freekv/core/size.hpp>
 #include <span>
 
 namespace freekv {
@@ -43,28 +42,6 @@ struct kv_rows {
   /// corrected and select, such as the previous layer's or a prediction; empty: `queries`. A pipeline that
   /// retrieves takes them.
   std::span<const Query> selecting{};
-};
-
-/// One sequence's keys and values in an engine's own paged cache: token t of it is token `t % block_tokens`
-/// of block `block_table[t / block_tokens]`, at
-/// `keys + block * block_stride + token * token_stride + head * head_stride`, and so are its values. Strides
-/// in elements; head_dim elements lie one behind the other.
-template <class In>
-struct paged_rows {
-  const In* keys = nullptr;
-  const In* values = nullptr;
-  std::int64_t block_stride = 0;
-  std::int64_t token_stride = 0;
-  std::int64_t head_stride = 0;
-  int block_tokens = 16;
-  std::span<const std::int32_t> block_table{};
-
-  std::int64_t offset(int token, int head) const {
-    const std::int64_t block = block_table[to_size(token / block_tokens)];
-    return block * block_stride + token % block_tokens * token_stride + head * head_stride;
-  }
-  const In* key(int token, int head) const { return keys + offset(token, head); }
-  const In* value(int token, int head) const { return values + offset(token, head); }
 };
 
 }  // namespace freekv

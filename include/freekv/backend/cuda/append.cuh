@@ -19,6 +19,7 @@
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/pinning.hpp>
+#include <freekv/storage/paged_tensor.hpp>
 
 namespace freekv::device {
 
@@ -40,29 +41,24 @@ static_assert(append_default.valid());
 /// `blocks` has ids, which are the prompt's block table.
 template <class In>
 struct device_rows {
-  slot_blocks<const In> blocks;
-  int block_tokens = 1;
+  freekv::detail::listed_blocks<const In> blocks;
   std::int64_t value_stride = 0;  // of a step's rows, whose keys' is the block's
   step_queries queries{};
 
   /// Rows of a step.
   static device_rows of(const step_rows<In>& rows, int head_dim) {
-    return {{rows.keys, rows.values, rows.key_stride, rows.key_stride, head_dim},
-            1,
+    return {{{rows.keys, rows.values, rows.key_stride, rows.key_stride, head_dim, 1}},
             rows.value_stride,
             rows.selecting};
   }
-  static device_rows of(const paged_rows<In>& rows) {
-    return {{rows.keys, rows.values, rows.block_stride, rows.token_stride, rows.head_stride,
-             rows.block_table.data()},
-            rows.block_tokens};
-  }
+  static device_rows of(const paged_blocks<const In>& rows) { return {{rows.tensor, rows.ids.data()}}; }
   /// Key and value of one token of an entry.
   __device__ head_slice<const In> row(const step_entry& entry, int token, int head) const {
+    const paged_tensor<const In>& rows = blocks.tensor;
     if (const std::int64_t nth = entry.first_row + token - entry.before; blocks.ids == nullptr)
-      return {blocks.keys + nth * blocks.block_stride + head * blocks.head_stride,
-              blocks.values + nth * value_stride + head * blocks.head_stride, 0};
-    return rows_behind(blocks.slice(block_id{token / block_tokens}, head), token % block_tokens);
+      return {rows.keys + nth * rows.block_stride + head * rows.head_stride,
+              rows.values + nth * value_stride + head * rows.head_stride, 0};
+    return rows_behind(blocks.slice(block_id{token / rows.block_tokens}, head), token % rows.block_tokens);
   }
   /// Keys of an entry's tokens from `token` on, as `Element`: null where they are not elements, or are not
   /// stored as they are, `scaled`; one row a stride behind the other.
@@ -71,7 +67,7 @@ struct device_rows {
                                                 bool scaled) const {
     if constexpr (std::is_same_v<In, Element>)
       if (blocks.ids == nullptr && (!scaled || std::is_same_v<In, fp8_e4m3>))
-        return {row(entry, token, head).key, nullptr, blocks.block_stride};
+        return {row(entry, token, head).key, nullptr, blocks.tensor.block_stride};
     return {};
   }
 };

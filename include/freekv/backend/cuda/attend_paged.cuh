@@ -12,8 +12,8 @@
 #include <freekv/core/element.hpp>
 #include <freekv/core/error.hpp>
 #include <freekv/core/shape.hpp>
-#include <freekv/storage/engine_blocks.hpp>
 #include <freekv/storage/memory.hpp>
+#include <freekv/storage/paged_tensor.hpp>
 #include <limits>
 #include <string>
 
@@ -34,28 +34,18 @@ struct attend_paged_by_tensor_cores {
 };
 
 /// One layer of an engine's paged KV cache, as paged-attention kernels take it; all in memory that the device
-/// reads. Token t of sequence s is token `t % block_tokens` of block `block_table[s * max_blocks + t /
-/// block_tokens]`, its key of KV head h at `keys + block * block_stride + token * token_stride + h *
-/// head_stride`, and so is its value. Strides in elements; head_dim elements lie one behind the other. Loads
-/// are of 16 bytes where addresses allow it. What lies behind a sequence's length is not read, of its table
-/// neither.
+/// reads. Token t of sequence s is in block `block_table[s * max_blocks + t / block_tokens]` of the tensor.
+/// Loads are of 16 bytes where addresses allow it. What lies behind a sequence's length is not read, of its
+/// table neither.
 template <element Element>
 struct paged_cache {
-  const Element* keys = nullptr;
-  const Element* values = nullptr;
-  std::int64_t block_stride = 0;
-  std::int64_t token_stride = 0;
-  std::int64_t head_stride = 0;
-  int block_tokens = 16;
+  paged_tensor<const Element> tensor{};
   int max_blocks = 0;                         ///< of a sequence
   const std::int32_t* block_table = nullptr;  ///< (sequences, max_blocks)
   const std::int32_t* seq_lens = nullptr;     ///< (sequences): tokens, those of the decode rows included
 
   FREEKV_HD head_slice<const Element> slice(int sequence, int nth, int head) const {
-    const slot_blocks<const Element> blocks{keys,         values,
-                                            block_stride, token_stride,
-                                            head_stride,  block_table + std::int64_t{sequence} * max_blocks};
-    return blocks.slice(block_id{nth}, head);
+    return tensor.slice(block_table[std::int64_t{sequence} * max_blocks + nth], head);
   }
 };
 
@@ -138,7 +128,7 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
   const int nth = rows.first + block_z();
   const paged_row row = paged_row::of(attention, cache.seq_lens, nth);
   if (row.tokens < 0 || part >= rows.parts) return;
-  const int block = cache.block_tokens, each = attention.part_tokens(block);
+  const int block = cache.tensor.block_tokens, each = attention.part_tokens(block);
   const int tokens = row.tokens < attention.max_tokens ? row.tokens : attention.max_tokens;
   const int begin = part * each, end = begin + each < tokens ? begin + each : tokens;
   if (begin >= end && part > 0) return;
@@ -225,13 +215,13 @@ template <int HeadDim, class Tuned = attend_paged_default, element Element>
 void attend_paged(const paged_cache<Element>& cache, const paged_attention& attention,
                   const attention_scratch_memory& scratch, cudaStream_t stream) {
   static_assert(kv_shape<Element, HeadDim>::head_dim == HeadDim);
-  detail::check_paged(cache.block_tokens, cache.max_blocks, attention, scratch);
+  detail::check_paged(cache.tensor.block_tokens, cache.max_blocks, attention, scratch);
   static_assert(Tuned::tuning.valid());
   using attention_type = paged_tile<Tuned, HeadDim, Element>;
   using block_type = attend_block<attention_type, HeadDim, Element, identity>;
   constexpr int threads = block_type::size.threads;
   const int query_heads = attention.heads.query;
-  const int parts = paged_parts(attention, cache.block_tokens);
+  const int parts = paged_parts(attention, cache.tensor.block_tokens);
   const int tiles = head_tile<attention_type::heads>::tiles_of(attention.heads.group());
   const int at_once = rows_at_once(scratch, parts, query_heads);
   for (int first = 0; first < attention.max_rows(); first += at_once) {
@@ -242,8 +232,8 @@ void attend_paged(const paged_cache<Element>& cache, const paged_attention& atte
            attend_paged_parts<Tuned, HeadDim, Element>, cache, attention, rows, scratch);
     launch("merge of attention to a paged cache",
            {dim3(static_cast<unsigned>(rows.count * query_heads)), warp_merge<HeadDim>::threads, stream},
-           merge_paged_parts<HeadDim>, attention, cache.seq_lens, cache.block_tokens, cache.max_blocks, rows,
-           scratch);
+           merge_paged_parts<HeadDim>, attention, cache.seq_lens, cache.tensor.block_tokens, cache.max_blocks,
+           rows, scratch);
   }
 }
 

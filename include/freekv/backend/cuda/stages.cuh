@@ -27,6 +27,7 @@
 #include <freekv/policies/any_of.hpp>
 #include <freekv/policies/pinning.hpp>
 #include <freekv/policies/plan.hpp>
+#include <freekv/storage/paged_tensor.hpp>
 #include <span>
 #include <type_traits>
 #include <variant>
@@ -241,7 +242,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   /// Appends prompts whose rows are in an engine's paged tensor, sequence by sequence: on the recall stream,
   /// or where pages are encoded, which takes the compute stream's memory, there.
   template <class In>
-  void append_from(const State& s, const step_view& step, std::span<const paged_rows<In>> rows,
+  void append_from(const State& s, const step_view& step, std::span<const paged_blocks<const In>> rows,
                    const event& recalled) {
     const trace_range range("freekv append from", s.layer);
     // So the compute stream is at most a step ahead of what reads that step.

@@ -16,6 +16,7 @@
 #include <freekv/pipeline/backend.hpp>
 #include <freekv/pipeline/tables.hpp>
 #include <freekv/policies/scope.hpp>
+#include <freekv/storage/paged_tensor.hpp>
 #include <span>
 
 namespace freekv::host {
@@ -131,7 +132,7 @@ class stages {
   /// recall stream, or at once into a file. The last page forgets the selection. Where pages are encoded, it
   /// waits for `recalled` first. Throws store_error.
   template <class In>
-  void append_from(const State& s, const step& of, std::span<const paged_rows<In>> rows,
+  void append_from(const State& s, const step& of, std::span<const paged_blocks<const In>> rows,
                    const event& recalled) {
     if (s.encoded) {
       recalled.wait();
