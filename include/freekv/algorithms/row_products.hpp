@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <cuda/std/type_traits>
 #include <freekv/core/team.hpp>
 #include <freekv/core/unroll.hpp>
@@ -110,13 +111,10 @@ FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<E
     FREEKV_UNROLL
     for (int g = 0; g < Heads; ++g) {
       float* const to = out + g * out_stride + first;
-      if (size == tile) {
-        FREEKV_UNROLL
-        for (int t = 0; t < tile; ++t)
-          if (t % team.lanes() == team.lane()) to[t] = scratch[g * tile + t];
-      } else {
+      if (size == tile && team.lanes() == 1)
+        std::memcpy(to, scratch + g * tile, sizeof(float[tile]));
+      else
         for (int t = team.lane(); t < size; t += team.lanes()) to[t] = scratch[g * tile + t];
-      }
     }
     team.sync();
   }
