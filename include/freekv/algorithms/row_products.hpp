@@ -85,9 +85,6 @@ FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<E
     const Element* row[tile];
     FREEKV_UNROLL
     for (int t = 0; t < tile; ++t) row[t] = rows.first + (first + (t < size ? t : 0)) * rows.stride;
-    if (rows.ahead != nullptr)
-      for (int t = 0; t < size; ++t)
-        prefetch_row(team, rows.ahead + (first + t) * rows.stride, rows.ahead_width);
     pack partial[packs][width];
     FREEKV_UNROLL
     for (int i = 0; i < packs * width; ++i) partial[i / width][i % width] = pack(0.0f);
@@ -105,6 +102,9 @@ FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<E
         }
       }
     }
+    if (rows.ahead != nullptr)  // behind the tile's own loads, which wait for memory as well
+      for (int t = 0; t < size; ++t)
+        prefetch_row(team, rows.ahead + (first + t) * rows.stride, rows.ahead_width);
     FREEKV_UNROLL
     for (int i = 0; i < packs; ++i) team.store(scratch + i * width, team.sum_each(partial[i]) * pack(scale));
     team.sync();
