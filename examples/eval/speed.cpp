@@ -15,7 +15,7 @@ namespace {
 constexpr double steady_spread = 0.2;
 constexpr int block_steps = 2;            // tokens of a block of a pair
 constexpr int fewest_pairs = 12;          // behind which an interval is looked at
-constexpr int most_pair_rounds = 150;     // of two pairs each, for which pipelines have room
+constexpr int most_pair_rounds = 100;     // of two pairs each, for which pipelines have room
 constexpr double wanted_interval = 0.05;  // either way, of the ratio
 constexpr std::string_view common_row = "freekv";
 
@@ -46,7 +46,7 @@ std::size_t best_of_stock(const std::vector<speed>& speeds) {
   return speeds[0].median_tokens_per_second() >= speeds[1].median_tokens_per_second() ? 0 : 1;
 }
 
-/// How far an interval goes to its farther side, of the value.
+/// How far an interval goes to its farther side, of the value; NaN of an unknown one.
 double width_of(const estimate& e) { return std::max(e.high - e.value, e.value - e.low) / e.value; }
 
 /// llama.cpp with and without flash attention, then the contenders, all ready at the end of the prompt before
@@ -199,7 +199,7 @@ void add_lines(json_lines& lines, const char* bench, const speed& s, double stoc
     const estimate e = median_interval(ratios);
     auto with_interval = at;
     with_interval["n"] = ratios.size();
-    with_interval["low"] = e.low, with_interval["high"] = e.high;
+    if (!std::isnan(e.low)) with_interval["low"] = e.low, with_interval["high"] = e.high;
     lines.add(bench, s.name, metric, e.value, "", with_interval);
   };
   add_pairs("over_stock", s.over_stock);
@@ -223,9 +223,11 @@ std::string pairs_sentence(const std::vector<speed>& speeds) {
   for (const speed& s : speeds)
     for (const auto* ratios : {&s.over_stock, &s.over_common})
       if (!ratios->empty()) widest = std::max(widest, width_of(median_interval(*ratios)));
+  const bool few = std::isnan(median_interval(pairs).low);
   return "ratios: medians of " + std::to_string(pairs.size()) + " pairs of " + std::to_string(block_steps) +
-         " tokens each, timed one beside the other, with 95 % intervals, of which the widest is " +
-         fixed(100 * widest, 0) + " % either way\n";
+         " tokens each, timed one beside the other" +
+         (few ? ", too few for intervals\n"
+              : ",\nwith 95 % intervals, the widest " + fixed(100 * widest, 0) + " % either way\n");
 }
 
 std::string rounds_sentence(const common_settings& s, const speed_settings& how) {
