@@ -66,6 +66,10 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_flag("--overlap", a.common.overlap, "Speculate on one more thread, beside llama.cpp's");
   app.add_option("--rounds", a.rounds, "Rounds of the speed measurement; 0: none");
   app.add_option("--timed-steps", a.timed_steps, "Tokens a round");
+  app.add_option(
+      "--pair-seconds", a.pair_seconds,
+      "Seconds, at most, for pairs of blocks timed one beside the other, until the ratios of speeds "
+      "are known to 5 % either way; 0: none");
   app.add_option("--generate", a.generate,
                  "Tokens that every method generates on its own after the prompt; 0: none");
   app.add_option(
@@ -173,6 +177,7 @@ arguments parse_arguments(int argc, char** argv) {
   require(a.prompt >= 1 && a.steps >= 1 && a.deep_steps >= 1,
           "--prompt, --steps and --deep-steps are at least 1");
   require(a.rounds >= 0 && a.timed_steps >= 1, "--rounds is at least 0 and --timed-steps at least 1");
+  require(a.pair_seconds >= 0, "--pair-seconds is at least 0");
   require(a.codes >= 1, "--codes is at least 1 byte a token");
   require(a.generate >= 0, "--generate is at least 0");
   require(a.own_continuation == 0 || a.own_continuation >= 4,

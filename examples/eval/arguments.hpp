@@ -13,6 +13,7 @@ namespace freekv::examples {
 struct arguments {
   std::string model, text, needle_text, calibration, cache, out, tasks, commit = "unknown";
   int prompt = 4096, steps = 128, basis_tokens = 4096, rounds = 5, timed_steps = 16;
+  double pair_seconds = 25;
   int generate = 0, batch = 0, draft = 0, own_continuation = 0;
   sampling sampled{.seed = 1};
   int samples = 0;     ///< answers to a question; 0: one, of the most likely tokens

@@ -40,6 +40,12 @@ estimate by_percentiles(double value, const Resample& resample) {
   return {value, percentile(means, 0.025), percentile(means, 0.975)};
 }
 
+/// Of exactly `heads` in `n` tosses.
+double chance_of_heads(int heads, int n) {
+  return std::exp(std::lgamma(n + 1.0) - std::lgamma(heads + 1.0) - std::lgamma(n - heads + 1.0) -
+                  n * std::log(2.0));
+}
+
 estimate unknown(double value) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   return {value, nan, nan};
@@ -101,9 +107,7 @@ estimate share_of(int hits, int all) {
 double mcnemar(int only_first, int only_second) {
   const int n = only_first + only_second, fewer = std::min(only_first, only_second);
   double probability = 0;
-  for (int k = 0; k <= fewer; ++k)
-    probability +=
-        std::exp(std::lgamma(n + 1.0) - std::lgamma(k + 1.0) - std::lgamma(n - k + 1.0) - n * std::log(2.0));
+  for (int k = 0; k <= fewer; ++k) probability += chance_of_heads(k, n);
   return std::min(1.0, 2 * probability);
 }
 
@@ -112,6 +116,20 @@ double median(std::vector<double> values) {
   std::nth_element(values.begin(), middle, values.end());
   if (values.size() % 2 != 0) return *middle;
   return (*middle + *std::max_element(values.begin(), middle)) / 2;
+}
+
+estimate median_interval(std::vector<double> values) {
+  const double value = median(values);
+  const int n = static_cast<int>(values.size());
+  int outside = 0;  // of the sorted values on either side
+  double below = 0;
+  for (; outside < n; ++outside) {
+    below += chance_of_heads(outside, n);
+    if (2 * below > 0.05) break;
+  }
+  if (outside == 0) return unknown(value);
+  std::sort(values.begin(), values.end());
+  return {value, values[to_size(outside - 1)], values[to_size(n - outside)]};
 }
 
 double percentile(std::vector<double> values, double share) {

@@ -36,6 +36,11 @@ double mcnemar(int only_first, int only_second);
 /// Of at least one value; of an even number the mean of the two in the middle.
 double median(std::vector<double> values);
 
+/// The median of what the values were drawn from: between two of the sorted values, by the binomial
+/// distribution of how many are below it. NaN bounds for fewer than 6 values, of which even the smallest and
+/// the largest are too close.
+estimate median_interval(std::vector<double> values);
+
 /// The value that a share of `values`, from 0 to 1, is not above: of the sorted values the one at ceil(share
 /// * n).
 double percentile(std::vector<double> values, double share);

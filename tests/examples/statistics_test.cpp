@@ -52,6 +52,42 @@ TEST_CASE("blocks keep the dependence of neighbours, which single values lose", 
   CHECK(covering(0.9, single) < 0.55 + slack);
 }
 
+TEST_CASE("a median's interval is between the values that a binomial table names", "[statistics]") {
+  std::vector<double> values;
+  for (int i = 1; i <= 20; ++i) values.push_back(21 - i);
+  const estimate of_20 = median_interval(values);  // with 20 values the 6th and the 15th
+  CHECK(of_20.value == 10.5);
+  CHECK(of_20.low == 6);
+  CHECK(of_20.high == 15);
+  values.resize(16);  // 20 .. 5, of which the 4th and the 13th
+  CHECK(median_interval(values).low == 8);
+  CHECK(median_interval(values).high == 17);
+  // 0.0625 of all medians are outside of 5 values, 0.03125 of 6.
+  CHECK(std::isnan(median_interval({1, 2, 3, 4, 5}).low));
+  CHECK(median_interval({3, 1, 2}).value == 2);
+  CHECK(median_interval({6, 2, 3, 4, 5, 1}).low == 1);
+  CHECK(median_interval({6, 2, 3, 4, 5, 1}).high == 6);
+  // One value far off moves neither the median nor its interval.
+  values.back() = 1e9;
+  CHECK(median_interval(values).high <= 18);
+}
+
+TEST_CASE("a median's interval holds it in 95 of 100 series", "[statistics]") {
+  std::mt19937_64 random(5);
+  std::lognormal_distribution<double> skewed;  // of median 1
+  const int trials = 2000;
+  for (const int n : {12, 25, 60}) {
+    int covering = 0;
+    for (int trial = 0; trial < trials; ++trial) {
+      std::vector<double> values;
+      for (int i = 0; i < n; ++i) values.push_back(skewed(random));
+      covering += median_interval(values).contains(1);
+    }
+    CHECK(covering >= 0.94 * trials);
+    CHECK(covering < 0.99 * trials);
+  }
+}
+
 TEST_CASE("a mean's interval is that of the values, and repeats", "[statistics]") {
   const series values = dependent_values(3, 2, 256, 0.0);
   const estimate e = block_bootstrap(values);

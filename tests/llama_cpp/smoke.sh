@@ -8,7 +8,7 @@ common=(--model "$model" --text "$texts/hacker-folklore.txt" --threads 1)  # of 
 
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/results" \
   --calibration "$texts/technical.txt" --prompt 500 --steps 12 --budget 256 --needle-tokens 400 --needle-budgets 256 \
-  --basis-tokens 300 --rounds 1 --timed-steps 2 --generate 12 --temperature 0.7 --tasks "$texts/tasks.jsonl" --commit smoke \
+  --basis-tokens 300 --rounds 1 --timed-steps 2 --pair-seconds 2 --generate 12 --temperature 0.7 --tasks "$texts/tasks.jsonl" --commit smoke \
   --own-continuation 16 --more-texts "$texts/genesis.txt"
 python3 -B "$texts/../tasks.py" "$folder/made.jsonl" --lengths 300 --prompts 1 --tasks needles multivalue variables
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/made" \
@@ -177,7 +177,13 @@ assert value["quality", "streaming_llm", "mass_kept"] < value["quality", "freekv
 assert value["quality", "freekv", "fast_tier_bytes"] < value["quality", "full", "fast_tier_bytes"]
 for name in ("llama.cpp, flash attention on", "llama.cpp, flash attention off"):
     assert value["speed", name, "tokens_per_second"] > 0
+pairs = {(l["case"], l["metric"]): l for l in lines if l["bench"] == "speed" and "n" in l}
+assert {case for case, metric in pairs if metric == "over_stock"} == set(cases)
+assert {case for case, metric in pairs if metric == "over_freekv"} == {c for c in cases if c.startswith("freekv_")}
+assert all(l["n"] % 2 == 0 and l["n"] > 0 and 0.1 < l["value"] < 10 for l in pairs.values())
+assert all(l["n"] < 6 or l["low"] <= l["value"] <= l["high"] for l in pairs.values())
 table = (folder / "results/table.txt").read_text()
+assert f"medians of {pairs['full', 'over_stock']['n']} pairs of 2 tokens" in table
 assert all(table.count(case + " ") >= 3 for case in cases)
 
 full = results("full")

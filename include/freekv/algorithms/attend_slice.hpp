@@ -42,7 +42,7 @@ FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int c
                             float* weighted, const Element* ahead) {
   using pack = typename T::pack;
   constexpr int width = T::width, packs = HeadDim / width;
-  constexpr int most = (width > 8 ? width : 8) / Heads, rounds = (packs + most - 1) / most;
+  constexpr int most = (width > 8 ? width : Heads == 3 ? 12 : 8) / Heads, rounds = (packs + most - 1) / most;
   constexpr int at_once = (packs + rounds - 1) / rounds;  // alike in each round where that is possible
   const auto weigh = [&]<int Count>(int d,
                                     cuda::std::integral_constant<int, Count>) {  // packs from element d
@@ -52,14 +52,14 @@ FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int c
       sums[i / Count][i % Count] = team.load(weighted + i / Count * HeadDim + d + i % Count * width);
     for (int t = 0; t < count; ++t) {
       if (d == 0 && ahead != nullptr) prefetch_row(team, ahead + t * rows.stride, HeadDim);
-      pack value[Count];
+      pack weight[Heads];
       FREEKV_UNROLL
-      for (int i = 0; i < Count; ++i) value[i] = team.load(rows.value + t * rows.stride + d + i * width);
+      for (int g = 0; g < Heads; ++g) weight[g] = pack(weights[g * attention_block<HeadDim> + t]);
       FREEKV_UNROLL
-      for (int g = 0; g < Heads; ++g) {
-        const pack weight(weights[g * attention_block<HeadDim> + t]);
+      for (int i = 0; i < Count; ++i) {
+        const pack value = team.load(rows.value + t * rows.stride + d + i * width);
         FREEKV_UNROLL
-        for (int i = 0; i < Count; ++i) sums[g][i] = sums[g][i] + weight * value[i];
+        for (int g = 0; g < Heads; ++g) sums[g][i] = sums[g][i] + weight[g] * value;
       }
     }
     FREEKV_UNROLL

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <freekv/core/size.hpp>
+#include <freekv/core/unroll.hpp>
 
 namespace freekv::host {
 
@@ -245,11 +246,13 @@ struct avx2 {
   /// Pairwise: after each of three rounds half as many packs hold sums over twice as many lanes.
   [[gnu::always_inline]] static pack8 sum_each(const pack8 (&x)[8]) {
     float8 pairs[4], quads[2];
+    FREEKV_UNROLL
     for (int i = 0; i < 4; ++i) {
       const float8 &a = x[2 * i].v, &b = x[2 * i + 1].v;
       pairs[i] = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
                  __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
     }
+    FREEKV_UNROLL
     for (int i = 0; i < 2; ++i) {
       const float8 &a = pairs[2 * i], &b = pairs[2 * i + 1];
       quads[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
