@@ -35,7 +35,8 @@ struct selection_masses {
   float best = 0.0f;
 };
 
-/// What a KV head's selection misses, as a sample of the other candidates has it; NaN where there was none.
+/// Estimates of what a KV head's selection misses, by a sample of the other candidates; NaN where there was
+/// none.
 struct missed_attention {
   /// Mass of the candidates that are not selected, in masses of what is attended to, the mean over the query
   /// heads: unbiased.
@@ -173,7 +174,7 @@ struct verified_share {
     int samples;
     std::uint64_t seed;
     double quantile;  ///< of Student's t
-    /// What is missed, by the masses of drawn candidates, each over its probability.
+    /// Estimates what is missed by the masses of drawn candidates, each over its probability.
     missed_attention judge(std::span<const double> drawn) const {
       const auto n = static_cast<double>(drawn.size());
       double sum = 0.0, squares = 0.0;

@@ -26,7 +26,7 @@ class selection_sample {
     scratch_.query = w.sharing_query;
   }
 
-  /// What the head misses of its first `candidates` candidates. `correction` is of the layer.
+  /// Judges what the head misses of its first `candidates` candidates. `correction` is of the layer.
   template <class Correction>
   missed_attention judge(const Correction& correction, int candidates,
                          head_selection<State, Policies>& selection) const {
