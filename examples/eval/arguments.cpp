@@ -47,6 +47,13 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_option("--codec", a.codecs,
                  "Rows of freekv_key_codes whose store keeps complete pages so: " + names_of(codecs) +
                      "; several allowed");
+  app.add_option(
+      "--correction", a.corrections,
+      "Rows of freekv_key_codes corrected so: " + names_of(corrections) +
+          ", with =VALUE for its tau, delta, epsilon or steps, and of verified_share =VALUE,SAMPLES; "
+          "several allowed");
+  app.add_option("--epsilon", a.epsilons,
+                 "Shares of full attention: the section quality says how often heads miss more");
   app.add_option("--codes", a.codes, "Bytes a token of key_codes, in all rows that have it");
   app.add_option(
       "--head-list", a.head_lists,

@@ -25,6 +25,8 @@ struct arguments {
   int deep_steps = 64;
   std::vector<std::string> only;
   std::vector<std::string> codecs;
+  std::vector<std::string> corrections;  ///< NAME, NAME=VALUE or NAME=VALUE,SAMPLES
+  std::vector<double> epsilons;
   std::vector<std::string> more_texts;
   std::vector<std::string> head_lists;  ///< FILE, or VARIANT=FILE
   std::string by_layer;                 ///< file; empty: no rows by layer

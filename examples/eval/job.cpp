@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <freekv/core/size.hpp>
 #include <fstream>
@@ -11,6 +12,7 @@
 #include <set>
 #include <utility>
 
+#include "cited.hpp"
 #include "fatal_signals.hpp"
 #include "frontier.hpp"
 #include "head_list.hpp"
@@ -103,6 +105,35 @@ void add_rows_by_layer(std::vector<contender>& all, const arguments& a, const mo
   }
 }
 
+/// Gives a method the correction of a --correction: NAME, NAME=VALUE or NAME=VALUE,SAMPLES.
+void correct_by(method_spec& m, const std::string& text) {
+  const std::size_t equals = text.find('='), comma = text.find(',', equals == text.npos ? 0 : equals);
+  m.correction = text.substr(0, std::min(equals, comma));
+  find_by_name("--correction", corrections, m.correction);
+  m.delta = m.correction == missing_share::name    ? missing_share{}.delta
+            : m.correction == verified_share::name ? verified_share{}.delta
+                                                   : mass_deficit{}.delta;
+  const auto number = [&](std::size_t first, std::size_t last) {
+    const std::string digits = text.substr(first, last == text.npos ? last : last - first);
+    char* end = nullptr;
+    const float value = std::strtof(digits.c_str(), &end);
+    if (digits.empty() || *end != '\0')
+      throw choice_error("--correction " + text + ": " + cited(digits) + " is not a number");
+    return value;
+  };
+  if (comma != text.npos) {
+    if (m.correction != verified_share::name)
+      throw choice_error("--correction " + text + ": only verified_share has samples");
+    m.samples = static_cast<int>(number(comma + 1, text.npos));
+  }
+  if (equals == text.npos) return;
+  const float value = number(equals + 1, comma);
+  m.tau = m.correction == cosine_drift::name ? value : m.tau;
+  m.epsilon = m.correction == verified_share::name ? value : m.epsilon;
+  m.delta = m.correction == mass_deficit::name || m.correction == missing_share::name ? value : m.delta;
+  m.every = m.correction == every_n_steps<>::name ? static_cast<int>(value) : m.every;
+}
+
 /// Full attention first, then those asked for.
 std::vector<contender> contenders_of(const arguments& a, const model_shape& shape) {
   std::vector<contender> all = all_contenders(a, shape);
@@ -124,6 +155,13 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
   const auto coded =
       std::find_if(all.begin(), all.end(), [](const contender& c) { return c.name == "freekv_key_codes"; });
   const contender stored = *coded;
+  std::set<std::string> asked{"full"};
+  for (const auto& correction : a.corrections) {
+    all.push_back(stored);
+    all.back().name += ", " + correction;
+    asked.insert(all.back().name);
+    correct_by(all.back().method, correction);
+  }
   for (const auto& codec : a.codecs) {
     if (codec == low_rank_keys<>::name && !shape.rotary)
       throw choice_error(
@@ -131,11 +169,12 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
           "take another model");
     all.push_back(stored);
     all.back().name += ", " + codec + " store";
+    asked.insert(all.back().name);
     all.back().method.codec = codec;
   }
   std::erase_if(all, [&](contender& c) {
     const bool is_named = only.count(c.name) > 0;
-    if (c.name == "full" || c.name.ends_with(" store")) return false;
+    if (asked.count(c.name) > 0) return false;
     if (only.empty() ? c.deep && !a.full : !is_named) return true;
     if (is_named) c.deep = false;
     std::string lacks;

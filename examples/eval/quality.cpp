@@ -37,6 +37,7 @@ quality measure_quality(const contender& c, const common_settings& s, const mode
     progress(decoded.what + " of " + c.name, static_cast<double>(step + 1) / steps);
   }
   q.by_head = attention.by_head();
+  q.judged = attention.judged();
   for (const auto& head : q.by_head) q.attention += head;
   q.fast_tier_bytes = p->bytes().fast_tier() + learnt_bytes_of(c, decoded.prompt);
   q.slice_bytes = p->slice_bytes();
@@ -90,6 +91,7 @@ void quality_of_texts::add(const quality& q, const quality& full) {
   steps += static_cast<long>(q.choices.size());
   by_head.resize(q.by_head.size());
   for (std::size_t i = 0; i < by_head.size(); ++i) by_head[i] += q.by_head[i];
+  judged.insert(judged.end(), q.judged.begin(), q.judged.end());
   last = q;
 }
 
@@ -156,6 +158,58 @@ std::string compare_with_even(job& j, std::span<const quality_of_texts> all,
     j.lines().add("quality", name, "divergence_over_even_high", over.high, "nats per token", at);
   }
   return lines;
+}
+
+/// How often heads miss more than each --epsilon of full attention, and how far a correction's bound says so.
+std::string compare_missed(job& j, std::span<const quality_of_texts> all, const nlohmann::ordered_json& at) {
+  const auto& epsilons = j.options().epsilons;
+  if (epsilons.empty()) return "";
+  std::vector<std::vector<std::string>> rows{{"heads that miss a share of full attention", "mean"}};
+  for (const double epsilon : epsilons)
+    rows[0].insert(rows[0].end(),
+                   {"over " + freekv::detail::decimal(static_cast<float>(epsilon)), "let pass"});
+  rows[0].insert(rows[0].end(), {"mean bound", "bound holds"});
+  for (std::size_t i = 1; i < all.size(); ++i) {
+    const std::string& name = j.contenders()[i].name;
+    const auto share_where = [&](const auto& of, const auto& is) {
+      long part = 0, whole = 0;
+      for (const judged_head& head : all[i].judged)
+        if (of(head)) ++whole, part += is(head);
+      return whole > 0 ? static_cast<double>(part) / static_cast<double>(whole) : 0.0;
+    };
+    const auto has_bound = [](const judged_head& head) {
+      return !head.corrected && head.bound == head.bound;
+    };
+    double sum = 0, bounds = 0;
+    long bounded = 0;
+    for (const judged_head& head : all[i].judged) {
+      sum += head.missed;
+      if (has_bound(head)) ++bounded, bounds += head.bound;
+    }
+    std::vector<std::string> row{name, fixed(sum / static_cast<double>(all[i].judged.size()), 4)};
+    const auto percent = [](double share) { return fixed(100 * share, 2) + " %"; };
+    for (const double epsilon : epsilons) {
+      const auto over = [&](const judged_head& head) { return head.missed > epsilon; };
+      const double violations = share_where([](const judged_head&) { return true; }, over);
+      const double passed =
+          share_where([&](const judged_head& head) { return has_bound(head) && over(head); },
+                      [&](const judged_head& head) { return head.bound <= epsilon; });
+      row.insert(row.end(), {percent(violations), bounded > 0 ? percent(passed) : ""});
+      auto here = at;
+      here["epsilon"] = epsilon;
+      j.lines().add("quality", name, "heads_missing_more", violations, "of heads and steps", here);
+    }
+    const double holds =
+        share_where(has_bound, [](const judged_head& head) { return head.missed <= head.bound; });
+    row.insert(row.end(), {bounded > 0 ? fixed(bounds / static_cast<double>(bounded), 4) : "",
+                           bounded > 0 ? percent(holds) : ""});
+    if (bounded > 0) j.lines().add("quality", name, "missed_bound_holds", holds, "of heads and steps", at);
+    rows.push_back(std::move(row));
+  }
+  return "\n" + table(rows) +
+         "over: KV heads of all layers and steps whose attended set misses more than that share of full "
+         "attention, mean of the\ngroup; let pass: of those that were judged and not corrected, those whose "
+         "bound is below all the same; bound holds:\nof those judged and not corrected.\n";
 }
 
 }  // namespace
@@ -251,7 +305,7 @@ void compare_quality(job& j) {
         "keys and "
         "values that a method keeps: what rebuilding keys loses is in perplexity and KL\nalone. Route "
         "resident.\n" +
-        compare_with_even(j, all, at));
+        compare_with_even(j, all, at) + compare_missed(j, all, at));
 }
 
 }  // namespace freekv::examples

@@ -30,6 +30,7 @@ struct quality {
   std::vector<llama_token> choices;  ///< most likely next token, by step
   attention_statistics attention;    ///< of all layers and heads
   std::vector<attention_statistics> by_head;
+  std::vector<judged_head> judged;  ///< of all steps
   std::size_t fast_tier_bytes =
       0;  ///< slots, summaries, complete layers, and the summaries' basis or codebooks
   std::size_t slice_bytes = 0;
@@ -57,6 +58,7 @@ quality measure_quality(const contender& c, const common_settings& s, const mode
 struct quality_of_texts {
   std::vector<std::vector<double>> losses, divergences, lse_lost;  ///< by text and step
   std::vector<attention_statistics> by_head;
+  std::vector<judged_head> judged;
   long agreeing = 0, steps = 0;
   quality last;  ///< what is the same for all texts
 

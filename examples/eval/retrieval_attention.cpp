@@ -64,10 +64,27 @@ void retrieval_attention::gather(const layer_rows& rows, const float* output) {
     lse_lost_ += full_lse_[head] - lse_[head];
     ++lse_heads_;
   }
-  if (sequences_.empty()) return gather(pipeline_.report(rows.layer), rows.layer, 0);
+  if (sequences_.empty()) {
+    const step_report report = pipeline_.report(rows.layer);
+    judge(report);
+    return gather(report, rows.layer, 0);
+  }
   for (const sequence_tokens& of : rows.of) {
     const auto sequence = to_size(of.sequence);
     gather(pipeline_.report(rows.layer, sequences_[sequence]), rows.layer, sequence);
+  }
+}
+
+void retrieval_attention::judge(const step_report& report) {
+  const auto heads = to_size(shape_.query_heads), kv_heads = to_size(shape_.kv_heads);
+  std::vector<double> kept(kv_heads, 0.0);
+  for (std::size_t head = 0; head < lse_.size(); ++head)
+    kept[head % heads / (heads / kv_heads)] += std::exp(double{lse_[head]} - full_lse_[head]);
+  for (std::size_t head = 0; head < kv_heads; ++head) {
+    judged_.push_back({.missed = static_cast<float>(1.0 - kept[head] * static_cast<double>(kv_heads) /
+                                                              static_cast<double>(lse_.size())),
+                       .corrected = report.corrected[head] != 0});
+    if (!report.missed.empty()) judged_.back().bound = report.missed[head].share_bound;
   }
 }
 

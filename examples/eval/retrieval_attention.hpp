@@ -1,6 +1,7 @@
 // FreeKV as a model's attention: what an engine does with a pipeline, layer by layer.
 #pragma once
 
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -41,6 +42,13 @@ struct attention_statistics {
   }
 };
 
+/// One KV head in one step, against full attention.
+struct judged_head {
+  float missed = 0;                                       ///< share of full attention, mean over query heads
+  float bound = std::numeric_limits<float>::quiet_NaN();  ///< of the selection before its correction, if any
+  bool corrected = false;
+};
+
 /// Attends with `pipeline`, whose layers are the model's: decode rows.
 class retrieval_attention : public attention {
  public:
@@ -70,6 +78,8 @@ class retrieval_attention : public attention {
 
   /// By layer and KV head, (layers, kv_heads).
   const std::vector<attention_statistics>& by_head() const { return by_head_; }
+  /// The KV heads of all steps that were compared, of the pipeline's only sequence.
+  const std::vector<judged_head>& judged() const { return judged_; }
   /// Of the last step that was compared: full attention's log-sum-exp less that of what was attended to, the
   /// mean over query heads.
   double lse_lost() const { return lse_heads_ > 0 ? lse_lost_ / static_cast<double>(lse_heads_) : 0; }
@@ -80,6 +90,7 @@ class retrieval_attention : public attention {
  private:
   void begin_step(const layer_rows& rows);
   void gather(const layer_rows& rows, const float* output);
+  void judge(const step_report& report);
   void gather(const step_report& report, int layer, std::size_t sequence);
 
   pipeline& pipeline_;
@@ -90,6 +101,7 @@ class retrieval_attention : public attention {
   std::vector<float> queries_before_;  // the layer before's, where heads select by them
   std::vector<float> lse_, full_, full_lse_;
   std::vector<attention_statistics> by_head_;
+  std::vector<judged_head> judged_;
   std::vector<step_input> step_;
   std::vector<std::vector<std::int32_t>>
       attended_;  // by sequence, layer and KV head, ascending, in its last step

@@ -53,7 +53,9 @@ struct method_spec {
   std::string correction = "cosine_drift";
   float tau = 0.9f;  ///< of cosine_drift
   std::string drift_pool = "mean";
-  float delta = 0.2f;  ///< of mass_deficit and missing_share
+  float delta = 0.2f;  ///< of mass_deficit and missing_share, and verified_share's probability
+  float epsilon = verified_share{}.epsilon;
+  int samples = verified_share{}.samples;  ///< of verified_share
   bool partial = false;
   int every = 8;  ///< of every_n_steps
   std::string completion = "no_completion";  ///< of attention, by what is not selected
@@ -245,6 +247,12 @@ struct policy_maker<missing_share> {
   static missing_share from(const method_spec& m, const method_data&) { return {m.delta, m.partial}; }
 };
 template <>
+struct policy_maker<verified_share> {
+  static verified_share from(const method_spec& m, const method_data&) {
+    return {m.epsilon, m.delta, m.samples};
+  }
+};
+template <>
 struct policy_maker<every_n_steps<dynamic>> {
   static every_n_steps<dynamic> from(const method_spec& m, const method_data&) { return {{m.every}}; }
 };
@@ -321,7 +329,7 @@ using selection_list = device_selection_list::with<colliding>;
 using pinning_list = policy_list<no_pins, pin_outliers<dynamic>>;
 using scope_list = policy_list<per_kv_head, per_query_head, per_layer>;
 using device_correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;
-using correction_list = device_correction_list::with<missing_share>;
+using correction_list = device_correction_list::with<missing_share, verified_share>;
 using completion_list = policy_list<no_completion, page_values>;
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,

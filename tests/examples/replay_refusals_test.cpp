@@ -127,6 +127,9 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
   for (const char* share : {"-0.1", "1.1", "-1e300"})
     for (const char* correction : {"mass_deficit", "missing_share"})
       r.refuse({"--correction", correction, "--delta", share}, {"delta", "share from 0 to 1"});
+  r.refuse({"--correction", "verified_share", "--epsilon", "1.1"}, {"epsilon", "share from 0 to 1"});
+  r.refuse({"--correction", "verified_share", "--delta", "0.6"}, {"delta", "to 0.5"});
+  r.refuse({"--correction", "verified_share", "--samples", "1"}, {"1 samples", "from 2"});
   for (const char* steps : {"0", "-2"})
     r.refuse({"--correction", "every_n_steps", "--every", steps}, {"every " + std::string(steps) + " steps"});
   for (const char* bits : {"0", "3", "8", "-1"})
@@ -134,12 +137,12 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
   for (const char* times : {"0", "-1"})
     r.refuse({"--summary", "coarse_to_fine", "--times", times}, {times + std::string(" times")});
   r.refuse({"--spare", "-1"}, {"-1 spare slots"});
-  for (const char* option : {"--tau", "--scale", "--selection-scale", "--top-p", "--delta"})
+  for (const char* option : {"--tau", "--scale", "--selection-scale", "--top-p", "--delta", "--epsilon"})
     for (const char* number :
          {"nan", "NaN", "-nan", "inf", "-inf", "infinity", "1e400", "", "0.9x", "x", " 1"})
       r.refuse({option, number}, {option});
   for (const char* option : {"--page", "--sink", "--window", "--k", "--chunk", "--rank", "--bits", "--times",
-                             "--threads", "--basis-layer", "--every", "--spare", "--unit"})
+                             "--threads", "--basis-layer", "--every", "--spare", "--unit", "--samples"})
     for (const char* number : {"nan", "99999999999", "1.5", "", "1e2", "0x20", "eight", "8 "}) {
       r.refuse({option, number}, {option, "whole number"});
       if (sanitized) break;
@@ -162,8 +165,9 @@ TEST_CASE("unknown names are refused with the known ones", "[replay]") {
   r.refuse({"--rows", "per_query_head", "--correction", "mass_deficit"},
            {"per_query_head", "mass_deficit", "cosine_drift"});
   r.refuse({"--correction", "missing_share"}, {"missing_share", "min_max", "key_codes or key_subspace"});
+  r.refuse({"--correction", "verified_share"}, {"verified_share", "min_max", "key_codes or key_subspace"});
   r.refuse({"--correction", "sometimes"}, {"sometimes", "cosine_drift", "mass_deficit", "always", "never",
-                                           "every_n_steps", "missing_share"});
+                                           "every_n_steps", "missing_share", "verified_share"});
   r.refuse({"--drift-pool", "median"}, {"--drift-pool \"median\"", "mean", "min", "max"});
   r.refuse({"--residency", "random"}, {"--residency \"random\"", "first_unselected", "least_recently_used"});
   r.refuse({"--variant", "shadowkv"}, {"neither k_pre nor rope_base", "--rope-base"});

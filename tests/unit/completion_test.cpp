@@ -572,7 +572,7 @@ TEST_CASE("a pipeline that completes takes no other queries to select by", "[com
   auto step = pipeline.begin_step({{pipeline.open(), 1, step_phase::prefill}});
   CHECK_THROWS_WITH(
       step.append<float>(0, {.keys = text.k, .values = text.v, .queries = text.q, .selecting = text.q}),
-      Catch::Contains("a pipeline that completes or samples takes no other queries to select by"));
+      Catch::Contains("a pipeline that completes, samples or verifies takes no other queries to select by"));
 }
 
 TEST_CASE("what cannot be completed is refused with what to choose", "[completion]") {

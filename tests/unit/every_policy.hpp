@@ -44,7 +44,7 @@ inline std::vector<method_spec> every_policy() {
   all.push_back({.pooling = "max_score", .rows = "per_layer"});
   for (const auto& one : corrections)
     for (const bool partial : {false, true})
-      if (one.name == freekv::missing_share::name)
+      if (one.name == freekv::missing_share::name || one.name == freekv::verified_share::name)
         all.push_back({.summary = "key_subspace",
                        .rank = 12,
                        .bits = 4,

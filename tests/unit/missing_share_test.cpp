@@ -7,7 +7,7 @@
 
 #include "../oracle/numbers.hpp"
 #include "../property/seeds.hpp"
-#include "random_settings.hpp"
+#include "rows_of_text.hpp"
 
 namespace {
 
@@ -37,39 +37,6 @@ judged::settings settings_of(const sizes& s, const std::vector<float>& basis) {
   all.capacity = {.max_tokens = 24 * s.page, .max_sequences = 3, .max_decode_rows = s.rows};
   all.summary.basis = {basis.data(), 1, s.kv_heads, d, d};
   return all;
-}
-
-/// Rows of one sequence, (tokens, heads, d).
-struct rows_of_text {
-  std::vector<float> q, k;
-  std::size_t query_row, key_row;
-
-  rows_of_text(dice& dice, int tokens, const judged::settings& s)
-      : query_row(count(s.model.query_heads * d)), key_row(count(s.model.kv_heads * d)) {
-    q = normals(dice, count(tokens) * query_row, 1.5f);
-    k = normals(dice, count(tokens) * key_row, 1.0f);
-    // Queries change slowly, and now and then look at what is near.
-    for (std::size_t i = query_row; i < q.size(); ++i) q[i] = 0.9f * q[i - query_row] + 0.44f * q[i];
-    for (int t = 0; t < tokens; ++t)
-      if (dice.below(3) == 0)
-        for (std::size_t i = 0; i < query_row; ++i)
-          q[count(t) * query_row + i] +=
-              0.6f * k[count(t) * key_row + i / count(d) / (query_row / key_row) * count(d) + i % count(d)];
-  }
-  std::span<const float> part(const std::vector<float>& of, std::size_t row, int first, int tokens) const {
-    return std::span(of).subspan(count(first) * row, count(tokens) * row);
-  }
-};
-
-void run(judged& pipeline, freekv::sequence_id id, const rows_of_text& text, int tokens, step_phase phase) {
-  const int first = pipeline.tokens(id);
-  const auto k = text.part(text.k, text.key_row, first, tokens);
-  auto step = pipeline.begin_step({{id, tokens, phase}});
-  step.append<float>(0,
-                     {.keys = k, .values = k, .queries = text.part(text.q, text.query_row, first, tokens)});
-  std::vector<float> out(count(tokens) * text.query_row);
-  if (phase == step_phase::decode) step.attend(0, out);
-  step.end();
 }
 
 /// One KV head by the definition.
@@ -210,13 +177,6 @@ class definition {
   mutable int sink_ = 0, window_ = 0;
   std::vector<double> pooled_, shares_;
 };
-
-std::vector<int> attended_of(const judged& pipeline, freekv::sequence_id id, int head) {
-  const auto report = pipeline.report(0)[id];
-  const std::size_t stride = report.attended.size() / report.attended_count.size();
-  const auto first = report.attended.begin() + static_cast<long>(count(head) * stride);
-  return {first, first + report.attended_count[count(head)]};
-}
 
 }  // namespace
 

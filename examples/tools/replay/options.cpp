@@ -194,7 +194,7 @@ std::string footer() {
 struct policy_flags {
   std::optional<std::string> summary, pooling, selection, pinning, rows, correction, codec;
   std::optional<int> bits, unit;
-  std::optional<double> tau, top_p, bonus, delta, pruned, thin;
+  std::optional<double> tau, top_p, bonus, delta, epsilon, pruned, thin;
   bool calibrated = false;
 };
 
@@ -245,8 +245,11 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
   m.top_p = flags.top_p ? nearest_float(*flags.top_p) : variant.top_p;
   m.bonus = flags.bonus ? nearest_float(*flags.bonus) : variant.bonus;
   m.pruned = flags.pruned ? nearest_float(*flags.pruned) : variant.pruned;
-  const float usual = m.correction == missing_share::name ? missing_share{}.delta : mass_deficit{}.delta;
+  const float usual = m.correction == missing_share::name    ? missing_share{}.delta
+                      : m.correction == verified_share::name ? verified_share{}.delta
+                                                             : mass_deficit{}.delta;
   m.delta = flags.delta ? nearest_float(*flags.delta) : flags.correction ? usual : variant.delta;
+  if (flags.epsilon) m.epsilon = nearest_float(*flags.epsilon);
   m.thin = flags.thin ? nearest_float(*flags.thin) : o.sliding_window ? 1.0f : variant.thin;
   if (m.thins() && (o.events || o.sliding_window || o.backend != "host"))
     refuse("--thin, or --variant " + o.variant +
@@ -382,9 +385,15 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.parsed(
          "--delta", [&](const std::string& text) { flags.delta = finite("--delta", text); },
          "Correct a KV head that lacks this share, mass_deficit: of the best pages' mass, missing_share: of "
-         "its attention")
+         "its attention; verified_share: how probable it is that one stays that misses --epsilon")
       ->type_name("FLOAT")
-      ->default_str("0.2, of missing_share 0.05");
+      ->default_str("0.2, of missing_share and verified_share 0.05");
+  add.parsed(
+         "--epsilon", [&](const std::string& text) { flags.epsilon = finite("--epsilon", text); },
+         "verified_share: correct a KV head unless it misses at most this share of its attention")
+      ->type_name("FLOAT")
+      ->default_str("0.1");
+  add.whole_number("--samples", numbers.samples, "verified_share: candidates that are drawn, 2 to 64");
   add.flag("--partial", numbers.partial,
            "mass_deficit, missing_share: exchange pages one by one until the deficit is closed");
   add.whole_number("--every", numbers.every, "every_n_steps: steps from one correction to the next");
@@ -488,6 +497,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   o.top_p = flags.top_p.value_or(decimal(o.method.top_p));
   o.bonus = flags.bonus.value_or(decimal(o.method.bonus));
   o.delta = flags.delta.value_or(decimal(o.method.delta));
+  o.epsilon = flags.epsilon.value_or(decimal(o.method.epsilon));
   o.pruned = flags.pruned.value_or(decimal(o.method.pruned));
   o.thin = flags.thin.value_or(decimal(o.method.thin));
   return o;

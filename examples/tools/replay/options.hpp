@@ -27,7 +27,7 @@ struct replay_options {
   std::optional<std::string> by_layer;    ///< file of layers' own budgets and thresholds
   int page = 32, sink = 64, window = 64;  ///< tokens
   int k = 8;                              ///< pages
-  double tau = 0.9, top_p = 0.95, bonus = 0.693147, delta = 0.2, pruned = 0.4, thin = 1;
+  double tau = 0.9, top_p = 0.95, bonus = 0.693147, delta = 0.2, epsilon = 0.1, pruned = 0.4, thin = 1;
   double scale = 0.0;                     ///< 0: the trace's, or 1 / sqrt(head_dim)
   double selection_scale = 0.0;           ///< of scores that units are selected by; 0: `scale`
   double soft_cap = 0.0;                  ///< of attention's scores; 0: none

@@ -73,6 +73,8 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (m.correction == "cosine_drift") settings["drift_pool"] = m.drift_pool;
   if (m.correction == "mass_deficit" || m.correction == "missing_share")
     settings.update({{"delta", o.delta}, {"partial", m.partial}});
+  if (m.correction == "verified_share")
+    settings.update({{"delta", o.delta}, {"epsilon", o.epsilon}, {"samples", m.samples}});
   if (m.correction == "every_n_steps") settings["every"] = m.every;
   if (o.route == "resident") settings.update({{"residency", m.residency}, {"spare", m.spare}});
   return settings;

@@ -30,7 +30,8 @@ enum class hook : std::uint8_t {
   mass_term,  ///< of a summary, what its scores lack to be estimates of log-masses
   merge,
   observe,
-  of_attention,  ///< of a correction by mass, `of_attention`: masses are shares of all that a head attends to
+  of_attention,  ///< of a correction by mass, `of_attention`: masses are shares of all that a head attends
+                 ///< to; of every one by sample
   prepare,
   query_width,
   rank,  ///< of an eviction that counts units, the worths of all of them together

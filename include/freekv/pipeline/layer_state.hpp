@@ -10,6 +10,7 @@
 #include <freekv/pipeline/attention_list.hpp>
 #include <freekv/pipeline/selection_state.hpp>
 #include <freekv/pipeline/stage_arguments.hpp>
+#include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/storage/layout.hpp>
 #include <freekv/storage/paged_tensor.hpp>
@@ -37,6 +38,7 @@ struct layer_state : selection_state {
   std::byte* summaries = nullptr;                 // (kv head, store page, unit of the page, summary_bytes)
   std::size_t summary_bytes = 0;                  // of one unit
   float* pin_worth = nullptr;   // (kv head, store page, unit of the page), where units are pinned
+  missed_attention* missed = nullptr;  // (sequence, kv head), where a correction draws samples; else null
   std::byte* page_values = nullptr;  // (sequence, kv head, max_pages, page_value_bytes), where there are any
   std::byte* shared = nullptr;  // (store page, shared_bytes): what a codec keeps of a page, if encoded
   std::size_t shared_bytes = 0;

@@ -57,9 +57,11 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
     const auto given = detail::checked_rows(rows, shape_of(core, s), core.any_decode());
     if (!rows.worths.empty()) detail::refuse_worths("a pipeline that retrieves", rows.worths.size());
     if constexpr (detail::may_complete<typename core_type::settings_type> ||
-                  detail::may_sample<typename core_type::settings_type>)
-      if (!rows.selecting.empty() && (core.settings.completes() || detail::samples(core.settings)))
-        detail::refuse_selecting("a pipeline that completes or samples",
+                  detail::may_sample<typename core_type::settings_type> ||
+                  detail::may_verify<typename core_type::settings_type>)
+      if (!rows.selecting.empty() &&
+          (core.settings.completes() || detail::samples(core.settings) || detail::verifies(core.settings)))
+        detail::refuse_selecting("a pipeline that completes, samples or verifies",
                                  "weighs what is attended to by the queries that select");
 
     // A captured step has joined its recalls when the next is replayed; those of a step before it `plan` has

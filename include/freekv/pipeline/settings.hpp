@@ -285,6 +285,12 @@ template <int HeadDim, class Pack>
              " to judge; choose cosine_drift, or per_kv_head or per_layer");
     if constexpr (hooks_of<Correction>::has(hook::of_attention))
       detail::check_shares(s, std::string(Correction::name));
+    if constexpr (correction_by_sample<Correction>)
+      if (s.capacity.store_file)
+        fail(std::string(Correction::name) +
+             " reads keys of the store in every step before it attends, and would wait for the file each "
+             "time; "
+             "leave store_file out, or choose missing_share");
   });
   if constexpr (detail::may_complete<pipeline_settings<Pack>>) detail::check_completion(s);
   if constexpr (detail::may_sample<pipeline_settings<Pack>>) detail::check_sampling(s);

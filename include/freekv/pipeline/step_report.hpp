@@ -6,6 +6,7 @@
 #include <freekv/core/ids.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/sequences.hpp>
+#include <freekv/policies/correction.hpp>
 #include <span>
 
 namespace freekv {
@@ -28,6 +29,9 @@ struct step_report {
   /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the unit
   /// and attend to it; empty where all of them do
   std::span<const std::uint32_t> attended_by{};
+  /// (kv_heads): what the selection that the step before had made misses, with a correction by sample: NaN
+  /// where there was none, empty with other corrections. A head that is `corrected` attends to another one.
+  std::span<const missed_attention> missed{};
   /// (kv_heads, K), (kv_heads): of an evicting_pipeline those of `attended` that were coded, ascending, and
   /// how many; empty where its policy codes none
   std::span<const std::int32_t> coded{}, coded_count{};
@@ -53,7 +57,8 @@ class layer_report {
             .promoted = {s.promoted + at_head, heads},
             .attended = {s.attended + first, s.selected_index(0, 1) * heads},
             .attended_count = {s.attended_count + at_head, heads},
-            .attended_by = {s.attended_by + s.mask_index(sequence, 0), s.mask_index(0, 1) * heads}};
+            .attended_by = {s.attended_by + s.mask_index(sequence, 0), s.mask_index(0, 1) * heads},
+            .missed = {s.missed == nullptr ? nullptr : s.missed + at_head, s.missed == nullptr ? 0 : heads}};
   }
   /// Heads flagged for correction in the step begun last, over all its sequences, abandoned ones included. A
   /// device alone counts them.

@@ -41,6 +41,8 @@ template <class... S>
 inline constexpr bool may_sample_by<any_of<S...>> = (sampling_selection<S> || ...);
 template <class... C>
 inline constexpr bool may_judge_shares<any_of<C...>> = (may_judge_shares<C> || ...);
+template <class... C>
+inline constexpr bool may_verify_by<any_of<C...>> = (correction_by_sample<C> || ...);
 
 }  // namespace detail
 

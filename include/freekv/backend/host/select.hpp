@@ -281,6 +281,31 @@ class head_selection {
     });
   }
 
+  /// Writes the estimated masses of the first `candidates` candidates, in masses of what each scoring head
+  /// attends to and as these heads' mean, padded to whole packs, to `masses`. Only of a summary that
+  /// estimates.
+  void relative_masses(int candidates, const log_sum_exp* attended, float* masses) {
+    score(candidates);
+    resolve(policies_.summary, [&]<class Summary>(const Summary& summary) {
+      if constexpr (hooks_of<Summary>::has(hook::mass_term))
+        with_team(set_, [&](auto team) {
+          using pack = typename decltype(team)::pack;
+          constexpr int width = decltype(team)::width;
+          const auto policy = summary_at(summary, s_.layer, at_.head);
+          const pack part(1.0f / static_cast<float>(query_.group));
+          for (int g = 0; g < query_.group; ++g) {
+            const pack base(attended[g].value() -
+                            s_.scale_of(at_.head) *
+                                policy.mass_term(team, group_query{query_.head(g), 1, State::head_dim}));
+            for (std::int64_t j = 0; j < workspace_sizes::padded(candidates); j += width) {
+              const pack mass = team.exp(team.load(w_.scores + g * stride_ + j) - base) * part;
+              team.store(masses + j, g == 0 ? mass : team.load(masses + j) + mass);
+            }
+          }
+        });
+    });
+  }
+
  private:
   using element = typename State::element;
   // The summary is one of many, chosen at run time.

@@ -11,6 +11,7 @@
 #include <freekv/backend/host/recall.hpp>
 #include <freekv/backend/host/select.hpp>
 #include <freekv/backend/host/select_by_scope.hpp>
+#include <freekv/backend/host/verify_selection.hpp>
 #include <freekv/backend/host/workspace.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
@@ -53,13 +54,14 @@ class selection_stage {
   const masses_left& left() const { return left_; }
 
   /// The flagged heads of a decode entry select with the current query among this step's candidates and
-  /// recall what they miss; then every head's selection is what this step attends to. A correction by mass
-  /// scores all heads to find the flagged ones. What is scored serves the next step's selection too. Who
-  /// selects is the scope's.
+  /// recall what they miss; then every head's selection is what this step attends to. A correction by mass,
+  /// or by sample, scores all heads to find the flagged ones. What is scored serves the next step's selection
+  /// too. Who selects is the scope's.
   void correct(const State& s, const step_entry& entry) {
     left_.forget(entry.sequence);
-    const bool by_mass =
-        resolve(policies_->correction, []<class C>(const C&) { return correction_by_mass<C>; });
+    const bool by_mass = resolve(policies_->correction, []<class C>(const C&) {
+      return correction_by_mass<C> || correction_by_sample<C>;
+    });
     resolve(policies_->scope, [&]<class Scope>(const Scope&) {
       if constexpr (Scope::scope == selection_scope::layer) {
         if (by_mass || any_flagged(s, entry.sequence)) correct_layer(s, entry, by_mass);
@@ -235,8 +237,8 @@ class selection_stage {
     if (const auto scores = selection.scores_of_each(c.now))
       sum_unselected(instructions(), s, *policies_, at, c, s.query_of(entry, head), *scores, left_.take(at));
   }
-  /// A head that is flagged selects `best`, among so many candidates; else the correction judges by masses,
-  /// where it does.
+  /// A head that is flagged selects `best`, among so many candidates; else the correction judges by masses or
+  /// by a sample, where it does.
   void take_best(const State& s, const step_entry& entry, int head, selection_type& selection, int candidates,
                  std::span<const std::int32_t> best, [[maybe_unused]] const workspace& w) {
     const std::size_t at_head = s.head_index(entry.sequence, head);
@@ -248,8 +250,18 @@ class selection_stage {
         s.selected_count[at_head] = selection.correct(
             correction.at(s.layer), candidates, units, corrected,
             [&](auto* sums) { sum_unselectable(s, entry, head, sums, w); });  // compiled if it is called
-      else if (corrected)
-        s.selected_count[at_head] = take_all_of_best(units);
+      else {
+        if constexpr (correction_by_sample<Correction>) {
+          const auto of_layer = correction.at(s.layer);
+          missed_attention& missed = s.missed[at_head] = {};
+          if (!corrected) {
+            missed = selection_sample(instructions(), s, *policies_, entry, head, w)
+                         .judge(of_layer, candidates, selection);
+            corrected = of_layer.flags(missed);
+          }
+        }
+        if (corrected) s.selected_count[at_head] = take_all_of_best(units);
+      }
     });
     s.corrected[at_head] = corrected;
   }

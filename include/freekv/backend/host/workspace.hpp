@@ -26,6 +26,7 @@ struct workspace_sizes {
   int shared_floats = 0;                             // of a codec
   bool completes = false;                            // attention, by pages' values
   bool judges_shares = false;                        // of all attention, in a correction
+  bool draws = false;                                // candidates, in a correction
   int observed_rows = 0;                             // of a prompt, that weigh pages then
 
   /// Entries that a KV head attends to at most.
@@ -73,6 +74,7 @@ workspace_sizes workspace_sizes_of(const Settings& s) {
     sizes.judges_shares = resolve(s.correction, []<class Correction>(const Correction&) {
       return hooks_of<Correction>::has(hook::of_attention);
     });
+  sizes.draws = freekv::detail::verifies(s);
   if (s.selects_by() == selection_scope::layer) sizes.pooled_heads = s.model.kv_heads;
   return sizes;
 }
@@ -106,6 +108,7 @@ struct workspace {
   // Where a correction judges shares of all attention:
   float* sharing_query = nullptr;        // (group, head_dim) scaled
   log_sum_exp* attention_sum = nullptr;  // (scoring heads): all attention, as far as it is known
+  float* draw_weights = nullptr;         // (padded candidates), where a correction draws
 
   static workspace carve(carver& memory, const workspace_sizes& s) {
     const int scoring_heads = s.group * s.decode_rows;
@@ -135,6 +138,7 @@ struct workspace {
     w.observed_totals = memory.take<log_sum_exp>(to_size(observed));
     w.sharing_query = memory.take<float>(to_size(s.judges_shares ? s.group * s.head_dim : 0));
     w.attention_sum = memory.take<log_sum_exp>(to_size(s.judges_shares ? scoring_heads : 0));
+    w.draw_weights = memory.take<float>(to_size(s.draws ? s.padded(s.max_units) : 0));
     return w;
   }
 };
