@@ -161,8 +161,9 @@ class pipeline_memory {
       if (s.completes())
         l.page_values = fast.take<std::byte>(l.page_values_bytes() * to_size(s.capacity.max_sequences));
       bytes.summaries += fast.used() - before;
-      if (verifies(s))
-        l.missed = fast.take<missed_attention>(to_size(s.capacity.max_sequences * s.model.kv_heads));
+      if constexpr (may_verify<Settings>)
+        if (verifies(s))
+          l.missed = fast.take<missed_attention>(to_size(s.capacity.max_sequences * s.model.kv_heads));
     }
     if (l.encoded) {
       const std::size_t before = fast.used();

@@ -132,8 +132,8 @@ void copy_selection(State s, int from, int to) {
   for_each_array_and_queries(s, [&](auto* array, std::size_t of_sequence) {
     std::copy_n(array + of_sequence * to_size(from), of_sequence, array + of_sequence * to_size(to));
   });
-  if (s.missed != nullptr)
-    std::copy_n(s.missed + s.head_index(from, 0), s.heads.kv, s.missed + s.head_index(to, 0));
+  for (int head = 0; s.missed != nullptr && head < s.heads.kv; ++head)
+    s.missed[s.head_index(to, head)] = s.missed[s.head_index(from, head)];
 }
 
 }  // namespace freekv::host

@@ -67,9 +67,10 @@ class stages {
       drop_selection(s, sequence);
       forget_page_values(s, sequence, 0);
       s.lacking[sequence] = 0;
-      for (int head = 0; head < s.heads.kv; ++head) clear_report(s, sequence, head);
-      if (s.missed != nullptr)
-        std::fill_n(s.missed + s.head_index(sequence, 0), s.heads.kv, missed_attention{});
+      for (int head = 0; head < s.heads.kv; ++head) {
+        clear_report(s, sequence, head);
+        if (s.missed != nullptr) s.missed[s.head_index(sequence, head)] = {};
+      }
     }
   }
   /// Takes a sequence's last tokens from it: the ring's pages that they have overwritten come back. Selected
