@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <cuda/std/type_traits>
 #include <freekv/core/team.hpp>
 #include <freekv/core/unroll.hpp>
@@ -78,13 +77,14 @@ FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<E
   constexpr int width = T::width, tile = width >= Heads ? width / Heads : 1;
   constexpr int packs = (Heads * tile + width - 1) / width;
   static_assert(packs * width <= row_products_scratch);
-  const int size = rows.count < tile ? rows.count : tile;  // of a tile
-  for (int from = 0; from < rows.count; from += tile) {
-    // The last tile begins within the one before, if it has to: the same products once more.
-    const int first = from + size <= rows.count ? from : rows.count - size;
+  for (int first = 0; first < rows.count; first += tile) {
     const Element* row[tile];
     FREEKV_UNROLL
-    for (int t = 0; t < tile; ++t) row[t] = rows.first + (first + (t < size ? t : 0)) * rows.stride;
+    for (int t = 0; t < tile; ++t) {
+      const int nth = first + t < rows.count ? first + t : rows.count - 1;
+      row[t] = rows.first + nth * rows.stride;
+      if (rows.ahead != nullptr) prefetch_row(team, rows.ahead + nth * rows.stride, rows.ahead_width);
+    }
     pack partial[packs][width];
     FREEKV_UNROLL
     for (int i = 0; i < packs * width; ++i) partial[i / width][i % width] = pack(0.0f);
@@ -102,20 +102,11 @@ FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<E
         }
       }
     }
-    if (rows.ahead != nullptr)  // behind the tile's own loads, which wait for memory as well
-      for (int t = 0; t < size; ++t)
-        prefetch_row(team, rows.ahead + (first + t) * rows.stride, rows.ahead_width);
     FREEKV_UNROLL
     for (int i = 0; i < packs; ++i) team.store(scratch + i * width, team.sum_each(partial[i]) * pack(scale));
     team.sync();
-    FREEKV_UNROLL
-    for (int g = 0; g < Heads; ++g) {
-      float* const to = out + g * out_stride + first;
-      if (size == tile && team.lanes() == 1)
-        std::memcpy(to, scratch + g * tile, sizeof(float[tile]));
-      else
-        for (int t = team.lane(); t < size; t += team.lanes()) to[t] = scratch[g * tile + t];
-    }
+    for (int i = team.lane(); i < Heads * tile; i += team.lanes())
+      if (first + i % tile < rows.count) out[i / tile * out_stride + first + i % tile] = scratch[i];
     team.sync();
   }
 }

@@ -7,7 +7,6 @@
 #include <freekv/backend/host/simd_vectors.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/core/team.hpp>
-#include <freekv/core/unroll.hpp>
 
 namespace freekv::host {
 
@@ -250,19 +249,16 @@ struct avx512_rows {
   /// Sums of the packs, as simd_team's, within the quarters of registers first.
   [[gnu::always_inline]] pack sum_each(const pack (&x)[16]) const {
     float16 pairs[8], quads[4], halves[2];
-    FREEKV_UNROLL
     for (int i = 0; i < 8; ++i) {
       const float16 &a = x[2 * i].v, &b = x[2 * i + 1].v;
       pairs[i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
                  __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
     }
-    FREEKV_UNROLL
     for (int i = 0; i < 4; ++i) {
       const float16 &a = pairs[2 * i], &b = pairs[2 * i + 1];
       quads[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
                  __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     }
-    FREEKV_UNROLL
     for (int i = 0; i < 2; ++i) {
       const float16 &a = quads[2 * i], &b = quads[2 * i + 1];
       halves[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
