@@ -286,7 +286,7 @@ key_basis prompt_cache::learn_factors(int rank) const {
 
 codebook_set prompt_cache::learn_codebooks(const codebook_sizes& sizes,
                                            const progress_function& progress) const {
-  constexpr int recipe = 2;  // counts up when the same keys would give other codebooks
+  constexpr int recipe = 3;  // counts up when the same keys would give other codebooks
   codebook_set set(shape_.layers, shape_.kv_heads, shape_.head_dim, sizes);
   const key_codebooks wanted = set.view();
   const auto text = [](int n) { return std::to_string(n); };

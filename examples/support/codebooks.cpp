@@ -19,7 +19,8 @@ namespace freekv::examples {
 namespace {
 
 constexpr int all_centroids = codebook::centroids_per_code;
-constexpr int lloyd_rounds = 6;
+constexpr int lloyd_rounds = 4;
+constexpr double beyond = 0.8;      // of its step a centroid goes on behind the mean, but in the last round
 constexpr std::size_t strips = 16;  // every 16th sample; a multiple of any team's lanes
 constexpr std::size_t block = 64;   // neighbouring samples, of all strips
 
@@ -262,17 +263,20 @@ class seeding {
   float totals_[strips] = {};
 };
 
-/// Moves the used centroids to the means of their samples.
-void move_centroids(clustering& of, int used) {
+/// Moves the used centroids to the means of their samples, and on by `further` of the step.
+void move_centroids(clustering& of, int used, double further) {
   std::vector<double> counts(to_size(used)), sums(to_size(used));
   for (std::size_t n = 0; n < of.count; ++n) ++counts[to_size(of.nearest[n])];
   for (int d = 0; d < of.dims; ++d) {
     std::fill(sums.begin(), sums.end(), 0.0);
     for (std::size_t n = 0; n < of.count; ++n)
       sums[to_size(of.nearest[n])] += static_cast<double>(*of.at(d, n));
-    for (int c = 0; c < used; ++c)
-      if (counts[to_size(c)] > 0)
-        of.centroid(d, c) = static_cast<float>(sums[to_size(c)] / counts[to_size(c)]);
+    for (int c = 0; c < used; ++c) {
+      if (!(counts[to_size(c)] > 0)) continue;
+      const double mean = sums[to_size(c)] / counts[to_size(c)];
+      float& centroid = of.centroid(d, c);
+      centroid = static_cast<float>(mean + further * (mean - static_cast<double>(centroid)));
+    }
   }
   for (int c = 0; c < used; ++c) {
     if (counts[to_size(c)] > 0) continue;  // it takes the sample that is represented worst
@@ -287,9 +291,9 @@ void move_centroids(clustering& of, int used) {
 void find_centroids(clustering& of, int used, std::uint64_t seed) {
   if (of.count == 0) return;
   seeding(of, seed).choose(used);
-  for (int round = 0; round < lloyd_rounds; ++round) {
+  for (int round = 1; round <= lloyd_rounds; ++round) {
     assign(of, used);
-    move_centroids(of, used);
+    move_centroids(of, used, round < lloyd_rounds ? beyond : 0.0);
   }
 }
 
@@ -423,12 +427,21 @@ class head_keys {
  public:
   head_keys(std::span<const float> keys, int head, int kv_heads, int head_dim)
       : d_(to_size(head_dim)), keys_(keys.size() / to_size(kv_heads)), finite_(keys_.size() / d_) {
-    for (std::size_t t = 0; t < count(); ++t) {
-      const auto key = keys.subspan((t * to_size(kv_heads) + to_size(head)) * d_, d_);
-      finite_[t] = std::all_of(key.begin(), key.end(), [](float x) { return std::isfinite(x); });
-      if (is_finite(t))
-        std::copy(key.begin(), key.end(), keys_.begin() + static_cast<std::ptrdiff_t>(t * d_));
-    }
+    host::with_team(host::best_isa(), [&](auto team) {
+      using pack = typename decltype(team)::pack;
+      for (std::size_t t = 0; t < count(); ++t) {
+        const float* const key = keys.data() + (t * to_size(kv_heads) + to_size(head)) * d_;
+        float* const copy = keys_.data() + t * d_;
+        pack zero(0.0f);
+        for (std::size_t i = 0; i < d_; i += decltype(team)::width) {
+          const pack x = team.load(key + i);
+          team.store(copy + i, x);
+          zero = zero + x * pack(0.0f);
+        }
+        finite_[t] = team.sum(zero) == 0.0f;
+        if (!is_finite(t)) std::fill_n(copy, d_, 0.0f);
+      }
+    });
   }
   std::size_t count() const { return finite_.size(); }
   bool is_finite(std::size_t token) const { return finite_[token] != 0; }

@@ -183,6 +183,15 @@ std::vector<float> uneven_samples(int count, int dims, std::uint64_t seed) {
   return samples;
 }
 
+/// Independent samples, all from one normal distribution.
+std::vector<float> even_samples(int count, int dims, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> samples(to_size(count * dims));
+  std::generate(samples.begin(), samples.end(), [&] { return normal(random); });
+  return samples;
+}
+
 }  // namespace
 
 TEST_CASE("k-means finds separated clusters", "[codebooks]") {
@@ -220,23 +229,34 @@ TEST_CASE("fewer samples than centroids are repeated", "[codebooks]") {
 }
 
 TEST_CASE("k-means is as good as in float64, for samples it saw and others", "[codebooks]") {
-  for (const int dims : {1, 2, 3, 4, 5, 6, 8, 11}) {
-    constexpr int count = 600, used = 32, seeds = 16;
-    const auto seen = uneven_samples(count, dims, 31), others = uneven_samples(count, dims, 32);
-    for (const auto& samples : {seen, others}) {
-      double sum = 0, squares = 0;  // of the ratio to the reference, by seed
-      for (std::uint64_t seed = 0; seed < seeds; ++seed) {
-        const double ours = distortion(samples, dims, k_means(seen, dims, used, seed), used),
-                     reference = distortion(samples, dims, reference_k_means(seen, dims, used, seed), used);
-        sum += ours / reference;
-        squares += std::pow(ours / reference, 2);
+  struct setting {
+    std::vector<int> dims;
+    int count, used;
+    std::vector<float> (*draw)(int, int, std::uint64_t);
+  };
+  // 32 centroids begin in every second sample, 200 in all of them, 256 in fewer than two samples each.
+  const std::vector<setting> settings{{{1, 2, 3, 4, 5, 6, 8, 11}, 600, 32, uneven_samples},
+                                      {{2, 5}, 600, 32, even_samples},
+                                      {{4, 5}, 390, 200, uneven_samples},
+                                      {{4, 5}, 600, 256, uneven_samples}};
+  constexpr int seeds = 16;
+  for (const auto& [all_dims, count, used, draw] : settings)
+    for (const int dims : all_dims) {
+      const auto seen = draw(count, dims, 31), others = draw(count, dims, 32);
+      for (const auto& samples : {seen, others}) {
+        double sum = 0, squares = 0;  // of the ratio to the reference, by seed
+        for (std::uint64_t seed = 0; seed < seeds; ++seed) {
+          const double ours = distortion(samples, dims, k_means(seen, dims, used, seed), used),
+                       reference = distortion(samples, dims, reference_k_means(seen, dims, used, seed), used);
+          sum += ours / reference;
+          squares += std::pow(ours / reference, 2);
+        }
+        const double mean = sum / seeds, deviation = std::sqrt((squares / seeds - mean * mean) / seeds);
+        CAPTURE(dims, count, used, mean, deviation);
+        CHECK(mean < 1.01 + 2 * deviation);
+        CHECK(deviation < 0.03);
       }
-      const double mean = sum / seeds, deviation = std::sqrt((squares / seeds - mean * mean) / seeds);
-      CAPTURE(dims, mean, deviation);
-      CHECK(mean < 1.01 + 2 * deviation);
-      CHECK(deviation < 0.03);
     }
-  }
 }
 
 TEST_CASE("samples that are all equal have one centroid, often", "[codebooks]") {
