@@ -48,6 +48,10 @@ inline bool flags_to_rounding(const correction_definition& definition, const cha
 template <class Policy>
 void judge_flags(const Policy& policy, const correction_definition& definition,
                  const conformance_options& options, differences& wrong) {
+  static_assert(
+      correction_by_mass<Policy> || correction_by_query<Policy>,
+      "conforms judges corrections by queries and by masses; one by a sample is judged by a test of "
+      "its own, as verified_share is");
   random_numbers random(options.seed);
   const auto in_words = [](bool flags) { return flags ? "is flagged" : "is not flagged"; };
   for (int nth = 0; nth < options.units; ++nth) {
