@@ -5,13 +5,12 @@
 #include <cmath>
 #include <cstdint>
 #include <freekv/core/size.hpp>
-#include <initializer_list>
 #include <span>
 
 namespace freekv::detail {
 
 /// A number from 0 to below 1 that is a function of `numbers` alone: splitmix64 of one after the other.
-inline double uniform_of(std::initializer_list<std::uint64_t> numbers) {
+inline double uniform_of(std::span<const std::uint64_t> numbers) {
   std::uint64_t bits = 0;
   for (const std::uint64_t number : numbers) {
     std::uint64_t x = bits + number + 0x9e3779b97f4a7c15ull;

@@ -45,10 +45,11 @@ class selection_sample {
     std::array<double, most> at{}, masses{};
     std::array<freekv::detail::drawn_unit, most> drawn{};
     const auto draws = to_size(correction.samples);
-    for (std::size_t i = 0; i < draws; ++i)
-      at[i] = freekv::detail::uniform_of({correction.seed, static_cast<std::uint64_t>(s_.layer),
-                                          static_cast<std::uint64_t>(head_),
-                                          static_cast<std::uint64_t>(entry_.before), i});
+    for (std::size_t i = 0; i < draws; ++i) {
+      const std::uint64_t numbers[] = {correction.seed, to_size(s_.layer), to_size(head_),
+                                       to_size(entry_.before), i};
+      at[i] = freekv::detail::uniform_of(numbers);
+    }
     std::sort(at.begin(), at.begin() + correction.samples);
     if (!freekv::detail::draw_units({scratch_.draw_weights, to_size(candidates)}, {at.data(), draws},
                                     {drawn.data(), draws}))
