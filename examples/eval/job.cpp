@@ -110,9 +110,7 @@ void correct_by(method_spec& m, const std::string& text) {
   const std::size_t equals = text.find('='), comma = text.find(',', equals == text.npos ? 0 : equals);
   m.correction = text.substr(0, std::min(equals, comma));
   find_by_name("--correction", corrections, m.correction);
-  m.delta = m.correction == missing_share::name    ? missing_share{}.delta
-            : m.correction == verified_share::name ? verified_share{}.delta
-                                                   : mass_deficit{}.delta;
+  m.delta = m.usual_delta();
   const auto number = [&](std::size_t first, std::size_t last) {
     const std::string digits = text.substr(first, last == text.npos ? last : last - first);
     char* end = nullptr;
@@ -128,10 +126,10 @@ void correct_by(method_spec& m, const std::string& text) {
   }
   if (equals == text.npos) return;
   const float value = number(equals + 1, comma);
-  m.tau = m.correction == cosine_drift::name ? value : m.tau;
-  m.epsilon = m.correction == verified_share::name ? value : m.epsilon;
-  m.delta = m.correction == mass_deficit::name || m.correction == missing_share::name ? value : m.delta;
-  m.every = m.correction == every_n_steps<>::name ? static_cast<int>(value) : m.every;
+  if (m.correction == cosine_drift::name) m.tau = value;
+  if (m.correction == verified_share::name) m.epsilon = value;
+  if (m.correction == mass_deficit::name || m.correction == missing_share::name) m.delta = value;
+  if (m.correction == every_n_steps<>::name) m.every = static_cast<int>(value);
 }
 
 /// Full attention first, then those asked for.

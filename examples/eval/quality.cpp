@@ -215,8 +215,8 @@ std::string compare_missed(job& j, std::span<const quality_of_texts> all, const 
   }
   return "\n" + table(rows) +
          "over: KV heads of all layers and steps that miss more, mean of the group; let pass: of these, "
-         "those "
-         "whose bound is below;\nof verified_share=1, whose bounds correct nobody.\n";
+         "those\n"
+         "whose bound is below; of verified_share=1, whose bounds correct nobody.\n";
 }
 
 }  // namespace

@@ -75,6 +75,12 @@ struct method_spec {
   /// Whether some of a prompt is evicted before the pipeline has it.
   bool thins() const { return thin != 1.0f; }
   bool completes() const { return completion != no_completion::name; }
+  /// The correction's own delta; of one that has none mass_deficit's.
+  float usual_delta() const {
+    return correction == missing_share::name    ? missing_share{}.delta
+           : correction == verified_share::name ? verified_share{}.delta
+                                                : mass_deficit{}.delta;
+  }
   /// Whether an engine says what tokens are worth: models without trained gates cannot.
   bool takes_worths() const;
   /// Whether an engine runs pseudo tokens behind a prompt, whose queries decide what stays of it.

@@ -24,21 +24,6 @@ using judged = freekv::retrieval_pipeline<
     freekv::any_of<freekv::top_k, freekv::sticky_top_k>, freekv::any_of<freekv::resident, freekv::in_place>,
     freekv::every_layer<layer_kind::retrieval>>;
 
-struct sizes {
-  int page, unit, sink, window, k, group, kv_heads, rows;
-};
-
-judged::settings settings_of(const sizes& s, const std::vector<float>& basis) {
-  judged::settings all;
-  all.model = {.query_heads = s.group * s.kv_heads, .kv_heads = s.kv_heads};
-  all.budget = {.sink = s.sink, .window = s.window, .selected_units = s.k};
-  all.page = {{s.page}};
-  all.unit = {{s.unit}};
-  all.capacity = {.max_tokens = 24 * s.page, .max_sequences = 3, .max_decode_rows = s.rows};
-  all.summary.basis = {basis.data(), 1, s.kv_heads, d, d};
-  return all;
-}
-
 /// One KV head by the definition.
 class definition {
  public:
@@ -185,64 +170,36 @@ TEST_CASE("missing_share is refused where shares are not known, with what to cho
   host_backend backend;
   dice dice(1);
   const auto basis = random_basis(dice, 2, d, d);
-  const auto refuses = [&]<class Pipeline>(std::type_identity<Pipeline>, const char* sentence,
-                                           const auto& change) {
-    typename Pipeline::settings s;
-    s.model = {.query_heads = 4, .kv_heads = 2};
-    s.capacity = {.max_tokens = 640};
-    if constexpr (requires { s.summary.basis; }) s.summary.basis = {basis.data(), 1, 2, d, d};
-    change(s);
-    CHECK_THROWS_WITH(Pipeline(s, backend), Catch::Contains("missing_share") && Catch::Contains(sentence));
-  };
+  const refusals by{"missing_share", backend, basis};
   const auto nothing = [](auto&) {};
   using usual = retrieval_pipeline<kv_shape<float, d>, key_subspace<d, 32>, missing_share>;
-  const std::type_identity<usual> plain;
-  refuses(std::type_identity<usual::with<min_max>>{}, "choose key_codes or key_subspace", nothing);
-  refuses(std::type_identity<usual::with<mean_query>>{}, "choose mean_softmax", nothing);
-  refuses(std::type_identity<usual::with<per_layer>>{}, "choose per_kv_head", nothing);
-  refuses(std::type_identity<usual::with<per_query_head>>{}, "choose cosine_drift", nothing);
-  refuses(std::type_identity<usual::with<pin_outliers<2>>>{}, "choose no_pins", nothing);
-  refuses(std::type_identity<usual::with<int8_token>::with<in_place>>{}, "choose resident", nothing);
-  refuses(plain, "selection_scale is not scale", [](auto& s) { s.attention.selection_scale = 1.0f; });
-  refuses(plain, "choose mass_deficit", [](auto& s) { s.attention.soft_cap = 30.0f; });
-  refuses(plain, "from 0 to 1", [](auto& s) { s.correction.delta = 1.5f; });
+  by.check<usual::with<min_max>>("choose key_codes or key_subspace", nothing);
+  by.check<usual::with<mean_query>>("choose mean_softmax", nothing);
+  by.check<usual::with<per_layer>>("choose per_kv_head", nothing);
+  by.check<usual::with<per_query_head>>("choose cosine_drift", nothing);
+  by.check<usual::with<pin_outliers<2>>>("choose no_pins", nothing);
+  by.check<usual::with<int8_token>::with<in_place>>("choose resident", nothing);
+  by.check<usual>("selection_scale is not scale", [](auto& s) { s.attention.selection_scale = 1.0f; });
+  by.check<usual>("choose mass_deficit", [](auto& s) { s.attention.soft_cap = 30.0f; });
+  by.check<usual>("from 0 to 1", [](auto& s) { s.correction.delta = 1.5f; });
 }
 
 TEST_CASE("missing_share corrects whom its definition does, and exchanges as many units", "[missing_share]") {
   dice dice(100 * number_from("FREEKV_SEED", 1) + 91);
   int compared = 0, doubtful = 0, flagged = 0, some = 0, otherwise = 0;
   for (int trial = 0; trial < 60; ++trial) {
-    sizes of;
-    of.page = dice.one_of({8, 16, 32});
-    of.unit = dice.one_of({0, 0, 8});
-    of.sink = dice.below(3) * of.page;
-    of.window = (1 + dice.below(3)) * of.page;
-    of.k = 1 + dice.below(6);
-    of.group = dice.one_of({1, 2, 3, 4, 7});
-    of.kv_heads = 1 + dice.below(3);
-    of.rows = 1 + dice.below(3);
-    const auto basis = random_basis(dice, of.kv_heads, d, d);
+    const sizes of = sizes::random(dice, 6);
+    auto basis = random_basis(dice, of.kv_heads, d, d);
     freekv::missing_share by{.delta = dice.one_of({0.0f, 0.02f, 0.05f, 0.2f}), .partial = dice.below(2) == 0};
-    auto given = settings_of(of, basis);
+    auto given = settings_of<judged>(of, basis, d, d);
     given.correction = by;
     if (dice.below(2) == 0) given.selection = freekv::sticky_top_k{};
     if (dice.below(2) == 0)
       given.route = freekv::in_place{};
     else if (dice.below(3) == 0)
       given.capacity.store_file = {.path = "/tmp"};
-    std::vector<float> logits = normals(dice, count(of.group * of.kv_heads), 2.0f);
-    for (float& logit : logits) logit += 5.0f;  // as much as other tokens together
-    if (dice.below(3) == 0) given.attention.sink_logits = logits;
     given.capacity.max_resident = 2;
-    auto of_stored = basis;  // whose mean is that of stored keys
-    if (dice.below(3) == 0) {
-      for (int head = 0; head < of.kv_heads; ++head)
-        given.attention.key_scales.push_back(dice.one_of({0.25f, 2.0f, 8.0f}));
-      for (int head = 0; head < of.kv_heads; ++head)
-        for (int i = 0; i < d; ++i)
-          of_stored[count(head * (1 + d) * d + i)] /= given.attention.key_scales[count(head)];
-      given.summary.basis.data = of_stored.data();
-    }
+    draw_logits_and_scales(dice, d, given, basis);
     freekv::host_backend backend({.threads = 1 + dice.below(3), .overlap = dice.below(2) == 0});
     judged pipeline(given, backend);
     const auto& s = pipeline.configuration();

@@ -1,13 +1,76 @@
-// Rows of a text whose queries change slowly, and the steps that append them: of tests that know what every
-// unit of a sequence is worth.
+// Random pipelines of one layer, rows of a text whose queries change slowly, and the steps that append them:
+// of tests that know what every unit of a sequence is worth.
 #pragma once
 
 #include <span>
+#include <string>
 #include <vector>
 
+#include "../catch.hpp"
 #include "random_settings.hpp"
 
 namespace tests {
+
+struct sizes {
+  int page = 8, unit = 0, sink = 8, window = 8, k = 3, group = 2, kv_heads = 2, rows = 1;
+
+  static sizes random(dice& dice, int most_selected) {
+    sizes of;
+    of.page = dice.one_of({8, 16, 32});
+    of.unit = dice.one_of({0, 0, 8});
+    of.sink = dice.below(3) * of.page;
+    of.window = (1 + dice.below(3)) * of.page;
+    of.k = 1 + dice.below(most_selected);
+    of.group = dice.one_of({1, 2, 3, 4, 7});
+    of.kv_heads = 1 + dice.below(3);
+    of.rows = 1 + dice.below(3);
+    return of;
+  }
+};
+
+/// Settings of a pipeline that selects by `rank` rows of a basis.
+template <class Pipeline>
+typename Pipeline::settings settings_of(const sizes& s, const std::vector<float>& basis, int rank, int d) {
+  typename Pipeline::settings all;
+  all.model = {.query_heads = s.group * s.kv_heads, .kv_heads = s.kv_heads};
+  all.budget = {.sink = s.sink, .window = s.window, .selected_units = s.k};
+  all.page = {{s.page}};
+  all.unit = {{s.unit}};
+  all.capacity = {.max_tokens = 24 * s.page, .max_sequences = 3, .max_decode_rows = s.rows};
+  all.summary.basis = {basis.data(), 1, s.kv_heads, rank, d};
+  return all;
+}
+
+/// Gives settings sink logits or none, and scales of keys or none; then `basis` is that of stored keys.
+template <class Settings>
+void draw_logits_and_scales(dice& dice, int d, Settings& given, std::vector<float>& basis) {
+  std::vector<float> logits = normals(dice, count(given.model.query_heads), 2.0f);
+  for (float& logit : logits) logit += 5.0f;  // as much as other tokens together
+  if (dice.below(3) == 0) given.attention.sink_logits = logits;
+  if (dice.below(3) != 0) return;
+  auto& scales = given.attention.key_scales;
+  for (int head = 0; head < given.model.kv_heads; ++head) scales.push_back(dice.one_of({0.25f, 2.0f, 8.0f}));
+  for (int head = 0; head < given.model.kv_heads; ++head)
+    for (int i = 0; i < d; ++i) basis[count(head * (1 + d) * d + i)] /= scales[count(head)];
+}
+
+/// Refusals of pipelines by a policy, which names itself and says what to choose.
+struct refusals {
+  const char* policy;
+  freekv::host_backend& backend;
+  const std::vector<float>& basis;  // of two KV heads, d rows each
+
+  template <class Pipeline, class Change>
+  void check(const char* sentence, const Change& change) const {
+    constexpr int d = Pipeline::head_dim;
+    typename Pipeline::settings s;
+    s.model = {.query_heads = 4, .kv_heads = 2};
+    s.capacity = {.max_tokens = 640};
+    if constexpr (requires { s.summary.basis; }) s.summary.basis = {basis.data(), 1, 2, d, d};
+    change(s);
+    CHECK_THROWS_WITH(Pipeline(s, backend), Catch::Contains(policy) && Catch::Contains(sentence));
+  }
+};
 
 /// Rows of one sequence, (tokens, heads, d).
 struct rows_of_text {

@@ -32,22 +32,6 @@ using judged = freekv::retrieval_pipeline<freekv::kv_shape<float, d>, freekv::pa
 using exact = judged<d>;
 using inexact = judged<4>;
 
-struct sizes {
-  int page = 8, unit = 0, sink = 8, window = 8, k = 3, group = 2, kv_heads = 2, rows = 1;
-};
-
-template <class Pipeline>
-typename Pipeline::settings settings_of(const sizes& s, const std::vector<float>& basis, int rank) {
-  typename Pipeline::settings all;
-  all.model = {.query_heads = s.group * s.kv_heads, .kv_heads = s.kv_heads};
-  all.budget = {.sink = s.sink, .window = s.window, .selected_units = s.k};
-  all.page = {{s.page}};
-  all.unit = {{s.unit}};
-  all.capacity = {.max_tokens = 24 * s.page, .max_sequences = 3, .max_decode_rows = s.rows};
-  all.summary.basis = {basis.data(), 1, s.kv_heads, rank, d};
-  return all;
-}
-
 /// A number of splitmix64, written here once more.
 double uniform(std::uint64_t seed, int layer, int head, int tokens, int nth) {
   std::uint64_t bits = 0;
@@ -256,30 +240,21 @@ TEST_CASE("verified_share is refused where it cannot know shares, with what to c
   host_backend backend;
   dice dice(1);
   const auto basis = random_basis(dice, 2, d, d);
-  const auto refuses = [&]<class Pipeline>(std::type_identity<Pipeline>, const char* sentence,
-                                           const auto& change) {
-    typename Pipeline::settings s;
-    s.model = {.query_heads = 4, .kv_heads = 2};
-    s.capacity = {.max_tokens = 640};
-    if constexpr (requires { s.summary.basis; }) s.summary.basis = {basis.data(), 1, 2, d, d};
-    change(s);
-    CHECK_THROWS_WITH(Pipeline(s, backend), Catch::Contains("verified_share") && Catch::Contains(sentence));
-  };
+  const refusals by{"verified_share", backend, basis};
   const auto nothing = [](auto&) {};
   using usual = retrieval_pipeline<kv_shape<float, d>, key_subspace<d, 32>, verified_share>;
-  const std::type_identity<usual> plain;
-  refuses(std::type_identity<usual::with<min_max>>{}, "choose key_codes or key_subspace", nothing);
-  refuses(std::type_identity<usual::with<mean_query>>{}, "choose mean_softmax", nothing);
-  refuses(std::type_identity<usual::with<per_layer>>{}, "choose per_kv_head", nothing);
-  refuses(std::type_identity<usual::with<int8_token>::with<in_place>>{}, "choose resident", nothing);
-  refuses(plain, "choose mass_deficit", [](auto& s) { s.attention.soft_cap = 30.0f; });
-  refuses(plain, "choose missing_share", [](auto& s) { s.capacity.store_file = {.path = "/tmp"}; });
-  refuses(plain, "share from 0 to 1", [](auto& s) { s.correction.epsilon = 1.5f; });
-  refuses(plain, "share from 0 to 1", [](auto& s) { s.correction.epsilon = std::nanf(""); });
-  refuses(plain, "to 0.5", [](auto& s) { s.correction.delta = 0.6f; });
-  refuses(plain, "to 0.5", [](auto& s) { s.correction.delta = 0.0f; });
-  refuses(plain, "from 2", [](auto& s) { s.correction.samples = 1; });
-  refuses(plain, "to 64", [](auto& s) { s.correction.samples = 65; });
+  by.check<usual::with<min_max>>("choose key_codes or key_subspace", nothing);
+  by.check<usual::with<mean_query>>("choose mean_softmax", nothing);
+  by.check<usual::with<per_layer>>("choose per_kv_head", nothing);
+  by.check<usual::with<int8_token>::with<in_place>>("choose resident", nothing);
+  by.check<usual>("choose mass_deficit", [](auto& s) { s.attention.soft_cap = 30.0f; });
+  by.check<usual>("choose missing_share", [](auto& s) { s.capacity.store_file = {.path = "/tmp"}; });
+  by.check<usual>("share from 0 to 1", [](auto& s) { s.correction.epsilon = 1.5f; });
+  by.check<usual>("share from 0 to 1", [](auto& s) { s.correction.epsilon = std::nanf(""); });
+  by.check<usual>("to 0.5", [](auto& s) { s.correction.delta = 0.6f; });
+  by.check<usual>("to 0.5", [](auto& s) { s.correction.delta = 0.0f; });
+  by.check<usual>("from 2", [](auto& s) { s.correction.samples = 1; });
+  by.check<usual>("to 64", [](auto& s) { s.correction.samples = 65; });
 
   typename usual::settings s;
   s.model = {.query_heads = 2, .kv_heads = 2};
@@ -298,17 +273,9 @@ TEST_CASE("verified_share estimates and corrects as its definition does", "[veri
   dice dice(100 * number_from("FREEKV_SEED", 1) + 92);
   int compared = 0, doubtful = 0, flagged = 0, empty = 0;
   for (int trial = 0; trial < 60; ++trial) {
-    sizes of;
-    of.page = dice.one_of({8, 16, 32});
-    of.unit = dice.one_of({0, 0, 8});
-    of.sink = dice.below(3) * of.page;
-    of.window = (1 + dice.below(3)) * of.page;
-    of.k = 1 + dice.below(8);
-    of.group = dice.one_of({1, 2, 3, 4, 7});
-    of.kv_heads = 1 + dice.below(3);
-    of.rows = 1 + dice.below(3);
-    const auto basis = random_basis(dice, of.kv_heads, d, d);
-    auto given = settings_of<exact>(of, basis, d);
+    const sizes of = sizes::random(dice, 8);
+    auto basis = random_basis(dice, of.kv_heads, d, d);
+    auto given = settings_of<exact>(of, basis, d, d);
     const confidence sure = confidences[count(dice.below(static_cast<int>(confidences.size())))];
     given.correction = {.epsilon = dice.one_of({0.0f, 0.2f, 0.4f, 0.6f, 1.0f, 1.0f, 1.0f}),
                         .delta = sure.delta,
@@ -319,19 +286,8 @@ TEST_CASE("verified_share estimates and corrects as its definition does", "[veri
       given.route = freekv::in_place{};
     else if (dice.below(2) == 0)
       given.codec = freekv::cast<freekv::bfloat16>{};
-    std::vector<float> logits = normals(dice, count(of.group * of.kv_heads), 2.0f);
-    for (float& logit : logits) logit += 5.0f;  // as much as other tokens together
-    if (dice.below(3) == 0) given.attention.sink_logits = logits;
     given.capacity.max_resident = 2;
-    auto of_stored = basis;  // whose mean is that of stored keys
-    if (dice.below(3) == 0) {
-      for (int head = 0; head < of.kv_heads; ++head)
-        given.attention.key_scales.push_back(dice.one_of({0.25f, 2.0f, 8.0f}));
-      for (int head = 0; head < of.kv_heads; ++head)
-        for (int i = 0; i < d; ++i)
-          of_stored[count(head * (1 + d) * d + i)] /= given.attention.key_scales[count(head)];
-      given.summary.basis.data = of_stored.data();
-    }
+    draw_logits_and_scales(dice, d, given, basis);
     freekv::host_backend backend({.threads = 1 + dice.below(3), .overlap = dice.below(2) == 0});
     exact pipeline(given, backend);
     const auto& s = pipeline.configuration();
@@ -416,7 +372,7 @@ TEST_CASE("What verified_share says is missed is unbiased", "[verified_share]") 
   dice dice(100 * number_from("FREEKV_SEED", 1) + 93);
   const sizes of{.k = 2, .group = 3};
   const auto basis = random_basis(dice, of.kv_heads, 4, d);
-  auto s = settings_of<inexact>(of, basis, 4);
+  auto s = settings_of<inexact>(of, basis, 4, d);
   s.correction = {.epsilon = 1.0f, .samples = 3};
   freekv::host_backend backend({.threads = 1});
   const int seeds = share_of(3000);
@@ -468,7 +424,7 @@ TEST_CASE("verified_share's bound holds about as often as it says", "[verified_s
     for (int trial = 0; trial < share_of(200); ++trial) {
       const sizes of{.k = 1 + dice.below(6), .group = 1 + dice.below(4)};
       const auto basis = random_basis(dice, of.kv_heads, 32, d);
-      auto s = settings_of<judged<32>>(of, basis, 32);
+      auto s = settings_of<judged<32>>(of, basis, 32, d);
       s.correction = {.epsilon = 1.0f, .samples = samples, .seed = static_cast<std::uint64_t>(trial)};
       freekv::host_backend backend({.threads = 1});
       judged<32> pipeline(s, backend);
@@ -502,7 +458,7 @@ TEST_CASE("verified_share is the same bits in any batch, on any threads, by any 
   dice dice(100 * number_from("FREEKV_SEED", 1) + 95);
   const sizes of{.group = 3, .kv_heads = 3};
   const auto basis = random_basis(dice, of.kv_heads, 4, d);
-  auto s = settings_of<inexact>(of, basis, 4);
+  auto s = settings_of<inexact>(of, basis, 4, d);
   s.correction.epsilon = 0.8f;
   s.capacity.max_tokens = 400;
   freekv::host_backend one({.threads = 1}), three({.threads = 3, .overlap = true});
@@ -539,7 +495,7 @@ TEST_CASE("verified_share flags a head of which it knows nothing, and none that 
   dice dice(96);
   sizes of{.k = 24};
   const auto basis = random_basis(dice, of.kv_heads, d, d);
-  auto s = settings_of<exact>(of, basis, d);
+  auto s = settings_of<exact>(of, basis, d, d);
   s.correction.epsilon = 0.0f;
   freekv::host_backend backend;
   {

@@ -4,15 +4,13 @@
 #include <cmath>
 #include <cstdint>
 #include <freekv/config.hpp>
+#include <freekv/core/splitmix.hpp>
 
 namespace freekv::examples {
 
 /// About normal numbers, each by its index: the sum of four uniform ones.
 FREEKV_HD inline float random_normal(std::uint64_t seed, std::uint64_t index) {
-  std::uint64_t x = (seed << 48 ^ index) + 0x9e3779b97f4a7c15u;
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-  x ^= x >> 31;
+  const std::uint64_t x = freekv::detail::splitmix64(seed << 48 ^ index);
   const auto sum = static_cast<float>((x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48));
   return (sum - 131070.0f) * (1.7320508f / 65536.0f);
 }

@@ -245,10 +245,7 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
   m.top_p = flags.top_p ? nearest_float(*flags.top_p) : variant.top_p;
   m.bonus = flags.bonus ? nearest_float(*flags.bonus) : variant.bonus;
   m.pruned = flags.pruned ? nearest_float(*flags.pruned) : variant.pruned;
-  const float usual = m.correction == missing_share::name    ? missing_share{}.delta
-                      : m.correction == verified_share::name ? verified_share{}.delta
-                                                             : mass_deficit{}.delta;
-  m.delta = flags.delta ? nearest_float(*flags.delta) : flags.correction ? usual : variant.delta;
+  m.delta = flags.delta ? nearest_float(*flags.delta) : flags.correction ? m.usual_delta() : variant.delta;
   if (flags.epsilon) m.epsilon = nearest_float(*flags.epsilon);
   m.thin = flags.thin ? nearest_float(*flags.thin) : o.sliding_window ? 1.0f : variant.thin;
   if (m.thins() && (o.events || o.sliding_window || o.backend != "host"))

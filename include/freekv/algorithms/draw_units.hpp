@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <freekv/core/size.hpp>
+#include <freekv/core/splitmix.hpp>
 #include <span>
 
 namespace freekv::detail {
@@ -12,13 +12,8 @@ namespace freekv::detail {
 /// A number from 0 to below 1 that is a function of `numbers` alone: splitmix64 of one after the other.
 inline double uniform_of(std::span<const std::uint64_t> numbers) {
   std::uint64_t bits = 0;
-  for (const std::uint64_t number : numbers) {
-    std::uint64_t x = bits + number + 0x9e3779b97f4a7c15ull;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-    bits = x ^ (x >> 31);
-  }
-  return static_cast<double>(bits >> 11) * 0x1p-53;
+  for (const std::uint64_t number : numbers) bits = splitmix64(bits + number);
+  return unit_interval(bits);
 }
 
 struct drawn_unit {

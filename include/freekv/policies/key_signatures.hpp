@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <freekv/config.hpp>
 #include <freekv/core/size.hpp>
+#include <freekv/core/splitmix.hpp>
 #include <freekv/policies/key_subspace.hpp>
 #include <freekv/policies/mean_summaries.hpp>
 #include <span>
@@ -17,14 +18,8 @@ namespace freekv {
 /// shorter ones do. Computed in double and rounded, so that machines agree as far as their logarithms,
 /// cosines and roots do to float32.
 inline void draw_hyperplanes(std::uint64_t seed, std::span<float> numbers) {
-  const auto bits_of = [seed](std::uint64_t i) {  // splitmix64
-    std::uint64_t x = seed + (i + 1) * 0x9e3779b97f4a7c15ull;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-    return x ^ (x >> 31);
-  };
-  const auto uniform = [&](std::uint64_t i) {  // above 0, at most 1
-    return (static_cast<double>(bits_of(i) >> 11) + 1.0) * 0x1p-53;
+  const auto uniform = [seed](std::uint64_t i) {  // above 0, at most 1
+    return detail::unit_interval(detail::splitmix64(seed + i * 0x9e3779b97f4a7c15ull)) + 0x1p-53;
   };
   for (std::size_t i = 0; i < numbers.size(); ++i) {
     const double length = std::sqrt(-2.0 * std::log(uniform(2 * i)));

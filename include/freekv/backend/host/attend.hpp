@@ -12,7 +12,6 @@
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/selection.hpp>
-#include <initializer_list>
 
 namespace freekv::host {
 
@@ -119,19 +118,30 @@ struct attention_job {
         entries, head, {0, entries.size()}, w,
         [&](int i, const head_slice<element>& rows, const element*) { body(entries.range(i), rows); });
   }
-  /// Sums, as log-sum-exps (group), what `of_row`, queries (group, head_dim) of a row and retrieval head,
-  /// attend to whatever is selected: sink, window and sink logits. Throws store_error.
-  void sum_unselectable(isa set, int row, int head, const float* of_row, log_sum_exp* sums,
-                        const workspace& w) const {
-    const attention_list entries = list(row, head);
-    const int sink = entries.roles.sink_end, window = sink + entries.selected_count;
-    sum_entries(set, entries, head, of_row, {{0, sink}, {window, entries.size() - window}}, sums, w);
-  }
-  /// Sums, likewise, all that they attend to. Throws store_error.
-  void sum_attended(isa set, int row, int head, const float* of_row, log_sum_exp* sums,
-                    const workspace& w) const {
-    const attention_list entries = list(row, head);
-    sum_entries(set, entries, head, of_row, {{0, entries.size()}}, sums, w);
+  /// Sums, as log-sum-exps (rows, group), what the kept queries of a retrieval head attend to: sink, window
+  /// and sink logits, which they do whatever is selected, or with `selected_too` all. Leaves `w.query` as it
+  /// is. Throws store_error.
+  void sum_attended(isa set, int head, bool selected_too, log_sum_exp* sums, const workspace& w) const {
+    const int group = s.heads.group();
+    workspace scratch = w;
+    scratch.query = w.sharing_query;
+    for (int row = 0; row < entry.tokens; ++row) {
+      const attention_list entries = list(row, head);
+      const attention_part part{sums + row * group, nullptr};
+      begin_attention<d>(set, s.kept_query(entry.sequence, head, row), s.scale_of(head), group, scratch.query,
+                         part);
+      const auto add = [&](int first, int end) {
+        for_entries(entries, head, {first, end - first}, scratch,
+                    [&](int i, const head_slice<element>& rows, const element* ahead) {
+                      attend_entry(set, entries, head, i, rows, part, scratch, ahead);
+                    });
+      };
+      const int sink = entries.roles.sink_end, window = sink + entries.selected_count;
+      add(0, selected_too ? window : sink);
+      add(window, entries.size());
+      for (int g = 0; s.sink_logits != nullptr && g < group; ++g)
+        part.log_sum[g].add(s.sink_logits[head * group + g]);
+    }
   }
   /// Writes the log-masses of one head's list, (group, of.entries).
   void log_masses(isa set, int row, int head, const log_mass_output& of, const workspace& w) const {
@@ -166,17 +176,6 @@ struct attention_job {
   }
 
  private:
-  void sum_entries(isa set, const attention_list& entries, int head, const float* of_row,
-                   std::initializer_list<unit_range> parts, log_sum_exp* sums, const workspace& w) const {
-    const int group = s.heads.group();
-    const attention_part part{sums, nullptr};
-    begin_attention<d>(set, of_row, s.scale_of(head), group, w.query, part);
-    for (const unit_range& some : parts)
-      for_entries(entries, head, some, w, [&](int i, const head_slice<element>& rows, const element* ahead) {
-        attend_entry(set, entries, head, i, rows, part, w, ahead);
-      });
-    for (int g = 0; s.sink_logits != nullptr && g < group; ++g) sums[g].add(s.sink_logits[head * group + g]);
-  }
   int entries_per_part(const attention_list& entries) const {
     return freekv::detail::entries_per_part(entries.complete ? s.page.tokens : s.unit.tokens);
   }

@@ -286,23 +286,13 @@ class head_selection {
   /// estimates.
   void relative_masses(int candidates, const log_sum_exp* attended, float* masses) {
     score(candidates);
-    resolve(policies_.summary, [&]<class Summary>(const Summary& summary) {
-      if constexpr (hooks_of<Summary>::has(hook::mass_term))
-        with_team(set_, [&](auto team) {
-          using pack = typename decltype(team)::pack;
-          constexpr int width = decltype(team)::width;
-          const auto policy = summary_at(summary, s_.layer, at_.head);
-          const pack part(1.0f / static_cast<float>(query_.group));
-          for (int g = 0; g < query_.group; ++g) {
-            const pack base(attended[g].value() -
-                            s_.scale_of(at_.head) *
-                                policy.mass_term(team, group_query{query_.head(g), 1, State::head_dim}));
-            for (std::int64_t j = 0; j < workspace_sizes::padded(candidates); j += width) {
-              const pack mass = team.exp(team.load(w_.scores + g * stride_ + j) - base) * part;
-              team.store(masses + j, g == 0 ? mass : team.load(masses + j) + mass);
-            }
-          }
-        });
+    for_mass_terms([&](auto team, int g, float term) {
+      using pack = typename decltype(team)::pack;
+      const pack part(1.0f / static_cast<float>(query_.group)), base(attended[g].value() - term);
+      for (std::int64_t j = 0; j < workspace_sizes::padded(candidates); j += decltype(team)::width) {
+        const pack mass = team.exp(team.load(w_.scores + g * stride_ + j) - base) * part;
+        team.store(masses + j, g == 0 ? mass : team.load(masses + j) + mass);
+      }
     });
   }
 
@@ -442,20 +432,28 @@ class head_selection {
     std::nth_element(w_.keys, chosen, end, std::greater<>());
   }
 
-  /// Adds the first `candidates` candidates to each scoring head's attention, which is then relative to what
-  /// the summary's scores lack to be log-masses.
-  void add_candidates(int candidates) {
+  /// Calls `body(team, g, term)` for each scoring head g with what the summary's scores lack to be
+  /// log-masses; not at all of a summary that estimates none.
+  template <class Body>
+  void for_mass_terms(const Body& body) const {
     resolve(policies_.summary, [&]<class Summary>(const Summary& summary) {
       if constexpr (hooks_of<Summary>::has(hook::mass_term))
         with_team(set_, [&](auto team) {
           const auto policy = summary_at(summary, s_.layer, at_.head);
-          for (int g = 0; g < query_.group; ++g) {
-            log_sum_exp& all = w_.attention_sum[g];
-            all.max -= s_.scale_of(at_.head) *
-                       policy.mass_term(team, group_query{query_.head(g), 1, State::head_dim});
-            all.add(log_sum_exp_of(team, w_.scores + g * stride_, workspace_sizes::padded(candidates)));
-          }
+          for (int g = 0; g < query_.group; ++g)
+            body(team, g,
+                 s_.scale_of(at_.head) *
+                     policy.mass_term(team, group_query{query_.head(g), 1, State::head_dim}));
         });
+    });
+  }
+  /// Adds the first `candidates` candidates to each scoring head's attention, which is then relative to what
+  /// the summary's scores lack to be log-masses.
+  void add_candidates(int candidates) {
+    for_mass_terms([&](auto team, int g, float term) {
+      log_sum_exp& all = w_.attention_sum[g];
+      all.max -= term;
+      all.add(log_sum_exp_of(team, w_.scores + g * stride_, workspace_sizes::padded(candidates)));
     });
   }
   /// A unit's share of all attention, the scoring heads' mean.

@@ -249,12 +249,15 @@ class selection_stage {
       if constexpr (correction_by_mass<Correction>)
         s.selected_count[at_head] = selection.correct(
             correction.at(s.layer), candidates, units, corrected,
-            [&](auto* sums) { sum_unselectable(s, entry, head, sums, w); });  // compiled if it is called
+            [&](auto* sums) {  // compiled if it is called
+              attention_job<State, Settings>{s, *policies_, entry, nullptr, {}}.sum_attended(
+                  instructions(), head, false, sums, w);
+            });
       else {
         if constexpr (correction_by_sample<Correction>) {
-          const auto of_layer = correction.at(s.layer);
           missed_attention& missed = s.missed[at_head] = {};
           if (!corrected) {
+            const auto of_layer = correction.at(s.layer);
             missed = selection_sample(instructions(), s, *policies_, entry, head, w)
                          .judge(of_layer, candidates, selection);
             corrected = of_layer.flags(missed);
@@ -264,16 +267,6 @@ class selection_stage {
       }
     });
     s.corrected[at_head] = corrected;
-  }
-  /// Log-sum-exps of what each query head of an entry's rows attends to whatever is selected.
-  void sum_unselectable(const State& s, const step_entry& entry, int head, log_sum_exp* sums,
-                        const workspace& w) const {
-    workspace scratch = w;  // whose prepared queries score further candidates yet
-    scratch.query = w.sharing_query;
-    const attention_job<State, Settings> job{s, *policies_, entry, nullptr, {}};
-    for (int row = 0; row < entry.tokens; ++row)
-      job.sum_unselectable(instructions(), row, head, s.kept_query(entry.sequence, head, row),
-                           sums + row * s.heads.group(), scratch);
   }
   /// Selects for the step behind `entry`, among so many candidates.
   static void select_next(const State& s, const step_entry& entry, int head, int candidates,

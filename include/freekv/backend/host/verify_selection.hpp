@@ -36,7 +36,8 @@ class selection_sample {
                              to_size(s_.selected_count[at_head])};
     const auto is_candidate = [&](std::int32_t unit) { return unit >= first && unit < first + candidates; };
     if (std::count_if(selected.begin(), selected.end(), is_candidate) == candidates) return {0.0f, 0.0f};
-    sum_attended();
+    attention_job<State, Policies>{s_, policies_, entry_, nullptr, {}}.sum_attended(
+        set_, head_, true, scratch_.attention_sum, scratch_);
     selection.relative_masses(candidates, scratch_.attention_sum, scratch_.draw_weights);
     for (const std::int32_t unit : selected)
       if (is_candidate(unit)) scratch_.draw_weights[unit - first] = -1.0f;
@@ -62,13 +63,6 @@ class selection_sample {
   using element = typename State::element;
   static constexpr int d = State::head_dim;
 
-  /// Sums what each scoring head attends to as it has selected.
-  void sum_attended() const {
-    const attention_job<State, Policies> job{s_, policies_, entry_, nullptr, {}};
-    for (int row = 0; row < entry_.tokens; ++row)
-      job.sum_attended(set_, row, head_, queries(row), scratch_.attention_sum + row * s_.heads.group(),
-                       scratch_);
-  }
   /// Writes the mass of each drawn candidate, relative to what is attended to and as the scoring heads' mean,
   /// over its probability. A unit that is drawn twice is read once.
   void read_masses(int first, std::span<const freekv::detail::drawn_unit> drawn, double* masses) const {
