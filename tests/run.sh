@@ -41,7 +41,8 @@ round=${FREEKV_ROUND:-$(git rev-list --count HEAD 2>/dev/null || echo 0)}
 head_dims=(80 96 192 256)
 say "What is taken in turns: FREEKV_ROUND=$round"
 threads=(backend_test file_store_test order_test events_test)  # what has more than one
-configure tsan -DFREEKV_HEAD_DIMS="${head_dims[(round + 2) % 4]}"
+elements=(float half bfloat16)
+configure tsan -DFREEKV_HEAD_DIMS="${head_dims[(round + 2) % 4]}" -DFREEKV_ELEMENTS="${elements[round % 3]}"
 build_and_test "with ThreadSanitizer" tsan --target "${threads[@]}" -- -R "^($(IFS='|'; echo "${threads[*]}"))(\\..*)?\$"
 configure asan -DFREEKV_ROUND="$round"
 build_and_test "with AddressSanitizer" asan --

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Longer sweeps than the tests': random steps and events against the oracle, damaged files. `bash tests/soak.sh [HOURS]`,
-# half an hour by default; seeds go on where the tests' end, and are printed where something fails. Where FREEKV_PTXCPU
-# names the sources of ptxcpu, random steps and events of device code as well, and its tests in other orders of lanes, warps,
-# blocks and streams, every other time with a search for races.
+# Longer sweeps than the tests': random steps, events and evictions against the oracle, damaged files.
+# `bash tests/soak.sh [HOURS]`, half an hour by default; seeds go on where the tests' end, and are printed where something
+# fails. Where FREEKV_PTXCPU names the sources of ptxcpu, random steps and events of device code as well, and its tests in
+# other orders of lanes, warps, blocks and streams, every other time with a search for races.
 source "$(dirname "$0")/../cmake/bootstrap.sh"
 cd "$root"
 seconds=$(awk -v hours="${1:-0.5}" 'BEGIN { print int(hours * 3600) }')
 bootstrap_packages g++ cmake ninja-build libcli11-dev nlohmann-json3-dev libeigen3-dev catch2
-preset=host targets=(step_test events_test fuzz_test)
+preset=host targets=(step_test events_test eviction_test fuzz_test)
 if [[ -n ${FREEKV_PTXCPU:-} ]]; then
   preset=cuda targets+=(cuda_tests)
   bootstrap_packages libzstd-dev
@@ -35,6 +35,7 @@ for ((round = 1; SECONDS - started < seconds; ++round)); do
   say "Round $round, $((SECONDS - started)) of $seconds s"
   FREEKV_SEED=$((round * 100000)) FREEKV_CASES=2000 "$tests/property/step_test"
   FREEKV_SEED=$((round * 100000)) FREEKV_CASES=1000 "$tests/property/events_test"
+  FREEKV_SEED=$((round * 100000)) FREEKV_CASES=1000 "$tests/property/eviction_test" >build/soak-eviction.log || { cat build/soak-eviction.log >&2; exit 1; }
   FREEKV_FUZZ_SEED=$((round * 1000000)) FREEKV_FUZZ_CASES=150000 "$tests/fuzz/fuzz_test"
   [[ $preset == cuda ]] || continue
   for architecture in 80 90; do

@@ -30,6 +30,24 @@ struct attention_extras {
   std::span<const double> doubts = {};      // of `sampled`
 };
 
+/// Adds `weight` times `value` to `sum`.
+FREEKV_ORACLE_LOOP inline void add_scaled(std::vector<double>& sum, double weight,
+                                          std::span<const float> value) {
+  double* const to = sum.data();
+  const float* const from = value.data();
+  for (std::size_t i = 0, n = sum.size(); i < n; ++i) to[i] += weight * static_cast<double>(from[i]);
+}
+
+/// Adds `weight` times what `value` is from `centre`.
+FREEKV_ORACLE_LOOP inline void add_distance(std::vector<double>& sum, double weight,
+                                            std::span<const float> value, const std::vector<double>& centre) {
+  double* const to = sum.data();
+  const float* const from = value.data();
+  const double* const middle = centre.data();
+  for (std::size_t i = 0, n = sum.size(); i < n; ++i)
+    to[i] += weight * std::fabs(static_cast<double>(from[i]) - middle[i]);
+}
+
 /// `keys` and `values` hold one row of d elements per attended token. A NaN or +inf score makes output and
 /// lse NaN; with no token, or scores of -inf alone, the output is 0 and the lse -inf.
 inline attention attend(std::span<const float> q, const std::vector<std::span<const float>>& keys,
@@ -37,14 +55,12 @@ inline attention attend(std::span<const float> q, const std::vector<std::span<co
                         const attention_extras& extras = {}) {
   attention result{
       std::vector<double>(q.size(), 0.0), {-infinity}, std::vector<double>(q.size(), 0.0), {0.0}};
-  std::vector<double> scores, terms;
+  std::vector<double> scores, terms, weights;
   double top = extras.sink_logit;
   for (std::span<const float> key : keys) {
-    const double score = scale * dot(q, key);
-    double size = 0.0;
-    for (std::size_t i = 0; i < q.size(); ++i)
-      size += std::fabs(static_cast<double>(q[i]) * static_cast<double>(key[i]));
-    terms.push_back(scale * size);
+    const product_sums sums = products_of(q, key);
+    const double score = scale * sums.product;
+    terms.push_back(scale * sums.size);
     scores.push_back(extras.soft_cap > 0.0 ? extras.soft_cap * std::tanh(score / extras.soft_cap) : score);
     if (!extras.log_weights.empty())
       scores.back() += static_cast<double>(extras.log_weights[scores.size() - 1]);
@@ -55,18 +71,17 @@ inline attention attend(std::span<const float> q, const std::vector<std::span<co
 
   double sum = std::exp(extras.sink_logit - top);
   for (std::size_t t = 0; t < scores.size(); ++t) {
-    const double weight = std::exp(scores[t] - top);
-    sum += weight;
-    for (std::size_t i = 0; i < q.size(); ++i) result.out[i] += weight * static_cast<double>(values[t][i]);
+    weights.push_back(std::exp(scores[t] - top));
+    sum += weights[t];
+    add_scaled(result.out, weights[t], values[t]);
   }
   for (double& element : result.out) element /= sum;
   for (std::size_t t = 0; t < scores.size(); ++t) {
-    const double share = std::exp(scores[t] - top) / sum;
+    const double share = weights[t] / sum;
     const double of_weight = extras.doubts.empty() ? 0.0 : extras.doubts[t] * share;
     const double error = float_sum_error * terms[t] * share + of_weight;
     result.lse_doubt[0] += of_weight;
-    for (std::size_t i = 0; i < q.size(); ++i)
-      result.doubt[i] += error * std::fabs(static_cast<double>(values[t][i]) - result.out[i]);
+    add_distance(result.doubt, error, values[t], result.out);
   }
   result.lse[0] = top + std::log(sum);
   return result;

@@ -22,15 +22,16 @@ struct signature {
 
 inline signature signature_of(std::span<const float> vector, std::span<const double> centre,
                               const settings& s, const basis& b) {
+  std::vector<double> from_centre, sizes;
+  for (std::size_t j = 0; j < vector.size(); ++j) {
+    const double taken = centre.empty() ? 0.0 : centre[j], x = static_cast<double>(vector[j]);
+    from_centre.push_back(x - taken);
+    sizes.push_back(std::fabs(x) + std::fabs(taken));
+  }
   signature of;
   for (int i = 0; i < s.bits * s.tables; ++i) {
     const auto plane = row_of(b.rows, i, s.head_dim);
-    double product = 0.0, size = 0.0;
-    for (std::size_t j = 0; j < vector.size(); ++j) {
-      const double taken = centre.empty() ? 0.0 : centre[j], x = static_cast<double>(vector[j]);
-      product += plane[j] * (x - taken);
-      size += std::fabs(plane[j]) * (std::fabs(x) + std::fabs(taken));
-    }
+    const double product = dot(plane, from_centre), size = products_of(plane, sizes).size;
     of.signs.push_back(std::isfinite(product) ? static_cast<double>(product > 0.0) : not_a_number);
     of.doubt.push_back(size > 0.0 && std::fabs(product) <= float_sum_error * size ? 1.0 : 0.0);
   }

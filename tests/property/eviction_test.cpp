@@ -22,9 +22,7 @@ random_case eviction_case(std::uint64_t seed) {
   random_case c;
   c.seed = seed;
   auto& o = c.options;
-  o.element = d.one_of({data_type::f32, data_type::f16, data_type::bf16});
-  constexpr auto& compiled = freekv::examples::head_dims;
-  o.head_dim = compiled[n(d.below(static_cast<int>(std::size(compiled))))];
+  give_shape(c, d);
   o.kv_heads = d.between(1, 3);
   o.query_heads = o.kv_heads * d.between(1, 16);
   o.method.plan = "eviction";

@@ -251,14 +251,20 @@ inline void give_channels(random_case& c) {
   o.channels = {nullptr, o.layers, o.kv_heads, o.head_dim};
 }
 
+/// One of those that are compiled.
+inline void give_shape(random_case& c, dice& d) {
+  constexpr auto& elements = freekv::examples::elements;
+  constexpr auto& head_dims = freekv::examples::head_dims;
+  c.options.element = elements[d.below(static_cast<int>(std::size(elements)))];
+  c.options.head_dim = head_dims[d.below(static_cast<int>(std::size(head_dims)))];
+}
+
 inline random_case make_case(std::uint64_t seed) {
   dice d(seed);
   random_case c;
   c.seed = seed;
   auto& o = c.options;
-  o.element = d.one_of({data_type::f32, data_type::f16, data_type::bf16});
-  constexpr auto& compiled = freekv::examples::head_dims;
-  o.head_dim = compiled[d.below(static_cast<int>(std::size(compiled)))];
+  give_shape(c, d);
   o.kv_heads = d.between(1, 3);
   o.query_heads = o.kv_heads * d.one_of({1, 2, 3, 4, 5, 7, 8, 16});
   o.page = d.one_of({8, 8, 16, 24, 32, 64, 128});

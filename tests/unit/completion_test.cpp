@@ -6,6 +6,7 @@
 
 #include "../oracle/key_codes.hpp"
 #include "../property/seeds.hpp"
+#include "../sanitized.hpp"
 #include "random_settings.hpp"
 
 namespace {
@@ -266,7 +267,7 @@ void make_pages_alike(rows_of_text& text, dice& dice, int page, int kv_heads) {
 TEST_CASE("completed attention is what its definition says, row by row", "[completion]") {
   dice dice(seed(71));
   int outputs = 0, off = 0, tails = 0;
-  for (int trial = 0; trial < 60; ++trial) {
+  for (int trial = 0; trial < some_of(60); ++trial) {
     const sizes of = random_sizes(dice);
     const auto basis = random_basis(dice, of.kv_heads, d, d);
     freekv::host_backend backend({.threads = 1 + dice.below(3), .overlap = dice.below(2) == 0});
@@ -307,13 +308,13 @@ TEST_CASE("completed attention is what its definition says, row by row", "[compl
   INFO(off << " of " << outputs << " numbers are off by a page value's rounding, " << tails
            << " rows have tails");
   CHECK(off < outputs / 100);
-  CHECK(tails > 100);
+  CHECK(tails > some_of(100));
 }
 
 TEST_CASE("completed attention with scales that are powers of two is that without, bit for bit",
           "[completion]") {
   dice dice(seed(73));
-  for (int trial = 0; trial < 20; ++trial) {
+  for (int trial = 0; trial < some_of(20); ++trial) {
     const sizes of = random_sizes(dice);
     const auto basis = random_basis(dice, of.kv_heads, d, d);
     auto stored_basis = basis;
@@ -345,7 +346,7 @@ TEST_CASE("completed attention with scales that are powers of two is that withou
 TEST_CASE("where a page's values are alike, completed attention is attention to everything", "[completion]") {
   dice dice(seed(72));
   int rows_compared = 0;
-  for (int trial = 0; trial < 40; ++trial) {
+  for (int trial = 0; trial < some_of(40); ++trial) {
     const sizes of = random_sizes(dice);
     const auto basis = random_basis(dice, of.kv_heads, d, d);
     freekv::host_backend backend({.threads = 1 + dice.below(3), .overlap = dice.below(2) == 0});
@@ -396,7 +397,7 @@ TEST_CASE("where a page's values are alike, completed attention is attention to 
         }
     }
   }
-  CHECK(rows_compared > 5000);
+  CHECK(rows_compared > some_of(5000));
 }
 
 TEST_CASE("what a correction has scored completes attention as what attention scores itself, bit for bit",
@@ -404,7 +405,7 @@ TEST_CASE("what a correction has scored completes attention as what attention sc
   // Heads that select together leave nothing to attention; one head alone selects as it would by itself.
   using by_layer = completed::with<freekv::per_layer>;
   dice dice(seed(78));
-  for (int trial = 0; trial < 30; ++trial) {
+  for (int trial = 0; trial < some_of(30); ++trial) {
     sizes of = random_sizes(dice);
     of.kv_heads = 1;
     const auto basis = random_basis(dice, 1, d, d);
@@ -438,7 +439,7 @@ TEST_CASE("what a correction has scored completes attention as what attention sc
 
 TEST_CASE("a fork completes as its parent does, bit for bit, whoever else is in the step", "[completion]") {
   dice dice(seed(73));
-  for (int trial = 0; trial < 10; ++trial) {
+  for (int trial = 0; trial < some_of(10); ++trial) {
     const sizes of = random_sizes(dice);
     const auto basis = random_basis(dice, of.kv_heads, d, d);
     const auto given = settings_of(of, basis, dice);
@@ -521,7 +522,7 @@ TEST_CASE("values that are not finite stand for no page", "[completion]") {
 
 TEST_CASE("key_codes' scores and its term of the mass are the log-mass of decoded keys", "[completion]") {
   dice dice(seed(76));
-  for (int trial = 0; trial < 40; ++trial) {
+  for (int trial = 0; trial < some_of(40); ++trial) {
     const int tokens = dice.one_of({2, 8, 32});
     freekv::key_codebooks form{nullptr, 1, 1, d, 2, 2, 3, 2};
     const auto books = random_codebooks(dice, form);

@@ -7,6 +7,7 @@
 
 #include "../agreement.hpp"
 #include "../catch.hpp"
+#include "../property/seeds.hpp"
 #include "fused_rows.hpp"
 #include "given_pages.hpp"
 #include "reports.hpp"
@@ -149,7 +150,7 @@ void append_some(forgetful& p, freekv::sequence_id id, const rows_of_101& all, i
 
 TEST_CASE("results depend neither on a prompt's chunks, nor on threads, nor on other sequences",
           "[eviction]") {
-  for (const auto& eviction : all_evictions()) {
+  for (const auto& eviction : in_turns(all_evictions())) {
     INFO(name_of(eviction));
     const auto s = settings_of(eviction);
     const text source(s, 24, 230, 1), other(s, 24, 230, 2);
@@ -174,7 +175,7 @@ TEST_CASE(
     "rows of 16 bits in a fused tensor give what the same numbers give as floats, in what is forgotten too",
     "[eviction]") {
   std::uint64_t seed = 0;
-  for (const auto& eviction : all_evictions()) {
+  for (const auto& eviction : in_turns(all_evictions())) {
     dice d(++seed);
     INFO(name_of(eviction));
     const auto s = settings_of(eviction);
@@ -199,7 +200,7 @@ TEST_CASE(
 TEST_CASE("a budget that holds everything is full attention", "[eviction]") {
   using everything = freekv::retrieval_pipeline<freekv::kv_shape<freekv::half, 24>,
                                                 freekv::every_layer<freekv::layer_kind::complete>>;
-  for (const auto& eviction : all_evictions()) {
+  for (const auto& eviction : in_turns(all_evictions())) {
     INFO(name_of(eviction));
     auto s = settings_of(eviction);
     s.budget = 230;
@@ -416,7 +417,7 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
 }
 
 TEST_CASE("prompts take turns in the staging", "[eviction][errors]") {
-  for (const auto& eviction : all_evictions()) {
+  for (const auto& eviction : in_turns(all_evictions())) {
     INFO(name_of(eviction));
     auto s = settings_of(eviction);
     s.capacity.max_sequences = 3;
@@ -920,7 +921,7 @@ TEST_CASE("probe rows vote for the prompt's tokens in the place of its last rows
 
 TEST_CASE("probe rows depend neither on threads, nor on their type, nor on other sequences",
           "[eviction][probes]") {
-  for (const auto& eviction : probed_evictions()) {
+  for (const auto& eviction : in_turns(probed_evictions())) {
     INFO(name_of(eviction));
     const auto s = settings_of(eviction);
     const text source(s, 24, 230, 21), other(s, 24, 230, 22), behind(s, 24, 80, 23), elsewhere(s, 24, 80, 24);
