@@ -1,7 +1,9 @@
 """Pictures of an evaluation's cells: python plot_evaluation.py FOLDER, which evaluate.py has filled.
 
-Of cells with other settings, as of another budget, those are drawn that are as the newest. FOLDER/LENGTH.png has a row for each method: KL from full attention, and for each task what is answered right, or the loss
-over full attention's where that answers fewer than 60 %, with intervals; FOLDER/LENGTH-costs.png has KL against bytes, with a line through what nothing beats in both."""
+Of cells with other settings, as of another budget, those are drawn that are as the newest; how many steps the quality
+is over may differ, as in the table. FOLDER/LENGTH.png has a row for each method: KL from full attention, and for each
+task what is answered right, or the loss over full attention's where that answers fewer than 60 %, with intervals;
+FOLDER/LENGTH-costs.png has KL against bytes, with a line through what nothing beats in both."""
 
 import json
 import sys
@@ -14,8 +16,13 @@ WIDTH = 2.3  # of a panel
 
 
 def settings_at(cell):
+    """But for the steps; None of a cell that has not been run."""
     file = cell / "settings.json"
-    return json.loads(file.read_text())["settings"] if file.exists() else None
+    if not file.exists():
+        return None
+    settings = json.loads(file.read_text())["settings"]
+    settings.pop("steps", None)
+    return settings
 
 
 def panels_of(folder, length, settings):
