@@ -76,10 +76,31 @@ inline collision_count collisions_of(std::span<const double> signs, std::span<co
   return count;
 }
 
+/// Of a query for which units are scored one after another, so that it is made once.
+inline const signature& signature_of_query(std::span<const float> q, const settings& s, const basis& b) {
+  struct made_of {
+    std::vector<float> query;
+    const double* rows;
+    std::size_t numbers;
+    double first, last;
+    int bits, tables;
+    bool operator==(const made_of&) const = default;
+  };
+  thread_local made_of last{};
+  thread_local signature of;
+  const made_of now{{q.begin(), q.end()}, b.rows.data(), b.rows.size(), b.rows.front(),
+                    b.rows.back(),        s.bits,        s.tables};
+  if (!(now == last)) {
+    of = signature_of(q, {}, s, b);
+    last = now;
+  }
+  return of;
+}
+
 /// The best of a unit's tokens.
 inline collision_count unit_collisions(std::span<const float> q, const page_summary& summary,
                                        const settings& s, const basis& b) {
-  const signature query = signature_of(q, {}, s, b);
+  const signature& query = signature_of_query(q, s, b);
   const auto length = static_cast<std::size_t>(s.bits * s.tables);
   collision_count best{-infinity, -infinity, -infinity};
   for (std::size_t first = 0; first < summary.values.size(); first += length) {
