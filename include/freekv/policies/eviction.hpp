@@ -57,6 +57,14 @@ enum class group_rule : std::uint8_t {
   largest_score,  ///< one row: the largest of their scores; -infinity for what the row does not attend to
 };
 
+/// The product of two rows, a multiple of 8 numbers each, in double: the same for the same numbers.
+inline double exact_product(const float* a, const float* b, int count) {
+  double sums[8] = {};
+  for (int i = 0; i < count; i += 8)
+    for (int j = 0; j < 8; ++j) sums[j] += static_cast<double>(a[i + j]) * static_cast<double>(b[i + j]);
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
 /// Units that a KV head holds when some are to leave, tokens in the order of the text, and what the last
 /// observed rows have of it: `observed_rows()` of the sequence's last, fewer where it has no more, those of a
 /// query head apart with `group_rule::each`. When a prompt ends, probe rows that the engine gave are its last
@@ -73,6 +81,7 @@ struct observed_units {
   float* keys = nullptr;           ///< (units, head_dim), of a policy that `sees_keys()`
   int head_dim = 0;
   std::ptrdiff_t stride = 0;
+  double (*product)(const float*, const float*, int) = exact_product;  ///< or another that gives the same
 
   float* row(int r) const { return numbers + r * stride; }
   float* scratch_row(int r) const { return scratch + r * stride; }
@@ -96,14 +105,6 @@ enum class merge_rule : std::uint8_t {
                 ///< it was
   by_shares     ///< as by_weights, of a policy that observes: it is told what its rows have of each token
 };
-
-/// The product of two rows, a multiple of 8 numbers each, in double: the same for the same numbers.
-inline double exact_product(const float* a, const float* b, int count) {
-  double sums[8] = {};
-  for (int i = 0; i < count; i += 8)
-    for (int j = 0; j < 8; ++j) sums[j] += static_cast<double>(a[i + j]) * static_cast<double>(b[i + j]);
-  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-}
 
 /// Tokens of a KV head of which some leave: first those that stay, then those that leave, both in the order
 /// of the text.

@@ -389,8 +389,7 @@ struct r_kv {
 
     normalise(held);
     float* const likeness = held.row(0);
-    std::fill_n(likeness, n, 0.0f);
-    for (int i = 0; i < n; ++i) add_likeness(held, i, likeness);
+    add_likeness(held, likeness, shares);
     log_sum_exp log_sum;
     for (int i = 0; i < n; ++i) log_sum.add(likeness[i] /= static_cast<float>(n));
     for (int i = 0; i < n; ++i)
@@ -415,29 +414,32 @@ struct r_kv {
   static void normalise(const observed_units& held) {
     for (int i = 0; i < held.units; ++i) {
       float* const key = held.keys + std::ptrdiff_t{i} * held.head_dim;
-      double squares = 0.0;
-      for (int x = 0; x < held.head_dim; ++x)
-        squares += static_cast<double>(key[x]) * static_cast<double>(key[x]);
+      const double squares = held.product(key, key, held.head_dim);
       const double factor = squares > 0.0 ? 1.0 / std::sqrt(squares) : 0.0;
       for (int x = 0; x < held.head_dim; ++x)
         key[x] = factor > 0.0 ? static_cast<float>(static_cast<double>(key[x]) * factor) : 0.0f;
     }
   }
-  /// Adds the cosines of a unit's key to those of the others, but for the last that it is similar to.
-  void add_likeness(const observed_units& held, int unit, float* likeness) const {
-    const float* const key = held.keys + std::ptrdiff_t{unit} * held.head_dim;
-    int last = -1;
-    float of_last = 0.0f;
-    for (int other = 0; other < held.units; ++other) {
-      if (other == unit) continue;
-      const float* const with = held.keys + std::ptrdiff_t{other} * held.head_dim;
-      double cosine = 0.0;
-      for (int x = 0; x < held.head_dim; ++x)
-        cosine += static_cast<double>(key[x]) * static_cast<double>(with[x]);
-      likeness[other] += static_cast<float>(cosine);
-      if (cosine > static_cast<double>(similar)) last = other, of_last = static_cast<float>(cosine);
-    }
-    if (last >= 0) likeness[last] -= of_last;
+  /// Adds up the cosines of each unit's key with the others', each of which leaves out the last that it is
+  /// similar to. `last` (units): to write over, with numbers of units, which are exact below 2^24.
+  void add_likeness(const observed_units& held, float* likeness, float* last) const {
+    const auto cosine = [&](int a, int b) {
+      return held.product(held.keys + std::ptrdiff_t{a} * held.head_dim,
+                          held.keys + std::ptrdiff_t{b} * held.head_dim, held.head_dim);
+    };
+    std::fill_n(likeness, held.units, 0.0f);
+    std::fill_n(last, held.units, -1.0f);
+    for (int i = 0; i < held.units; ++i)
+      for (int k = i + 1; k < held.units; ++k) {
+        const double of_both = cosine(i, k);
+        likeness[i] += static_cast<float>(of_both);
+        likeness[k] += static_cast<float>(of_both);
+        if (of_both > static_cast<double>(similar))
+          last[i] = static_cast<float>(k), last[k] = static_cast<float>(i);
+      }
+    for (int i = 0; i < held.units; ++i)
+      if (const int other = static_cast<int>(last[i]); other >= 0)
+        likeness[other] -= static_cast<float>(cosine(i, other));
   }
 };
 static_assert(eviction_policy<r_kv>);

@@ -8,6 +8,7 @@
 #include <freekv/algorithms/attended_shares.hpp>
 #include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/algorithms/ordered_key.hpp>
+#include <freekv/backend/host/exact_product.hpp>
 #include <freekv/backend/host/merge_tokens.hpp>
 #include <freekv/backend/host/observe_head.hpp>
 #include <freekv/core/size.hpp>

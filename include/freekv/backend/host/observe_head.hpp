@@ -7,6 +7,7 @@
 #include <freekv/algorithms/attended_shares.hpp>
 #include <freekv/backend/host/attend.hpp>
 #include <freekv/backend/host/eviction_scratch.hpp>
+#include <freekv/backend/host/exact_product.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/stage_arguments.hpp>
@@ -122,8 +123,17 @@ class head_observer {
                      const eviction_moment& at, const scratch& w, [[maybe_unused]] int coded = 0) const {
     const int group = s.heads.group(), heads = numbers_of_row(eviction, at, s.heads);
     const observed_range rows = observed_rows(s, entry, at);
-    const observed_units seen{units,         w.tokens, rows.count() * heads, heads, w.numbers,
-                              w.transformed, w.counts, w.unit_keys,          d,     score_stride_};
+    const observed_units seen{.units = units,
+                              .tokens = w.tokens,
+                              .rows = rows.count() * heads,
+                              .heads = heads,
+                              .numbers = w.numbers,
+                              .scratch = w.transformed,
+                              .counts = w.counts,
+                              .keys = w.unit_keys,
+                              .head_dim = d,
+                              .stride = score_stride_,
+                              .product = exact_product_of(instructions_)};
     if (sees_keys_) load_keys(slice, w.order, units, w.unit_keys);
     for (int row = rows.first; row < rows.end; ++row) {
       const attention_part part{w.log_sum, nullptr, w.scores, score_stride_};
