@@ -2,11 +2,11 @@
 
     python3 evaluate.py --program freekv-compare --model FILE.gguf --out FOLDER
 
-A cell is a kind of task (tasks.py) at a length, or the quality on three texts after a prompt of that length. What a
-cell gave stays in FOLDER/cells/, and a second run goes on where the first was stopped, and adds methods that are new.
-Several cells run at a time, each on one core: llama.cpp's kernels gain little from a second. FOLDER/table.md has a table
-for each length, with n and intervals; FOLDER/cells/*/questions.jsonl what became of each question. Needs nothing but
-Python; evaluate.sh builds the program.
+A cell is a kind of task (tasks.py) at a length, or the quality on three texts after a prompt of that length. It is run in
+parts of some methods, each beside full and quest. What a part gave stays in FOLDER/cells/, and a second run goes on where
+the first was stopped, and adds methods that are new. Several parts run at a time, each on one core: llama.cpp's kernels
+gain little from a second. FOLDER/table.md has a table for each length, with n and intervals;
+FOLDER/cells/*/questions.jsonl what became of each question. Needs nothing but Python; evaluate.sh builds the program.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -34,6 +35,9 @@ METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "a
            "freekv_key_codes_completed", "freekv_key_codes_units_completed"]
 OF_LISTED_HEADS = ["razor_attention", "razor_attention_compensated"]
 VOTERS = {"compress_kv": HERE / "smollm2-135m-voters.txt"}  # query heads, of SmolLM2-135M
+PART = 13  # methods of a cell that are run together, at most: with more of them less is kept when a run is stopped
+KEEPING = threading.Lock()  # while a cell's files are written
+UNFINISHED = "now-"  # begins the name of a part's folder
 # For the estimate alone, on one core with a model of 135M: tokens a second that llama.cpp prefills, and that a method
 # decodes.
 PREFILLED, DECODED = 130, 130
@@ -50,11 +54,24 @@ def settings_of(wanted):
             "more": wanted.more} | ({"texts": [text.name for text in wanted.texts]} if wanted.texts else {})
 
 
-def seconds_of(kind, length, wanted):
+def parts_of(kind, length, wanted):
+    """Lists of the methods that a cell is to be run with yet, as many in each; one that has none where it has all."""
+    missing = missing_of(kind, length, wanted)
+    parts = max(1, -(-len(missing) // PART))
+    return [missing[part::parts] for part in range(parts)]
+
+
+def run_with(kind, length, part, wanted):
+    """Methods that a part is run with: its own, and the one that all are paired with, where the cell has it."""
+    beside = [PAIRED_WITH] if PAIRED_WITH in wanted.methods + asked_of(kind, length, wanted) else []
+    return [method for method in beside if method not in part] + part
+
+
+def seconds_of(kind, length, part, wanted):
     """A guess, of one core: its speed is that of one processor, and others take up to four times as long."""
-    methods = 1 + len(missing_of(kind, length, wanted))
-    if methods == 1:
+    if not part:
         return 0
+    methods = 1 + len(run_with(kind, length, part, wanted))
     if kind == QUALITY:
         return 3 * (length / PREFILLED + 2 * methods * wanted.steps / DECODED)
     lines = list(tasks.make([kind], [length], wanted.seed, wanted.characters, wanted.prompts))
@@ -67,11 +84,11 @@ def seconds_of(kind, length, wanted):
 
 
 def seconds_left(guesses, took, jobs):
-    """Of the cells that are not done: `guesses` are corrected by what those done took. Both are seconds by cell; a cell that
+    """Of the parts that are not done: `guesses` are corrected by what those done took. Both are seconds by part; one that
     was kept took none."""
-    done = [cell for cell in took if took[cell] > 0 and guesses[cell] > 0]
-    factor = sum(took[cell] for cell in done) / sum(guesses[cell] for cell in done) if done else 1.0
-    return factor * sum(guess for cell, guess in guesses.items() if cell not in took) / jobs
+    done = [part for part in took if took[part] > 0 and guesses[part] > 0]
+    factor = sum(took[part] for part in done) / sum(guesses[part] for part in done) if done else 1.0
+    return factor * sum(guess for part, guess in guesses.items() if part not in took) / jobs
 
 
 def texts_of(length, wanted):
@@ -144,30 +161,39 @@ def missing_of(kind, length, wanted):
     return [method for method in wanted.methods if method not in asked]
 
 
-def run_cell(kind, length, wanted):
-    """Runs a cell with the methods that it has not been run with, beside full and quest; returns the seconds, or None where
-    it had all."""
-    folder, missing = folder_of(kind, length, wanted), missing_of(kind, length, wanted)
-    if not missing:
-        return None
-    asked, start = asked_of(kind, length, wanted), time.monotonic()
-    now = folder / "now"
-    if now.exists() or not asked:
-        shutil.rmtree(now if asked else folder, ignore_errors=True)
-    now.mkdir(parents=True)
-    with open(folder / "log.txt", "a") as log:
-        beside = [method for method in asked if method == PAIRED_WITH]
-        end = subprocess.run(command_of(kind, length, beside + missing, wanted, now), stdout=log, stderr=subprocess.STDOUT)
-    if end.returncode != 0:
-        raise RuntimeError(f"{kind} at {length} tokens ended with {end.returncode}; see {folder / 'log.txt'}")
-    kept = {"full", *beside} if asked else set()
-    new = [line for line in read_lines(now / "results.jsonl") if line.get("case") not in kept]
+def keep(kind, length, methods, new, wanted):
+    """Adds a part's lines to the cell's, but for those of methods that it has; those of a cell with other settings go."""
+    folder, asked = folder_of(kind, length, wanted), asked_of(kind, length, wanted)
+    has = {"full", *asked} if asked else set()
+    place = {method: nth for nth, method in enumerate(["full", *METHODS])}
     for name, wants in (("results.jsonl", lambda line: line["bench"] in ("task_group", QUALITY)),
                         ("questions.jsonl", lambda line: line["bench"] == "task")):
-        write_lines(folder / name, read_lines(folder / name) + [line for line in new if wants(line)])
+        lines = read_lines(folder / name) if asked else []
+        lines += [line for line in new if wants(line) and line.get("case") not in has]
+        write_lines(folder / name, sorted(lines, key=lambda line: place.get(line["case"], len(place))))
+    asked += [method for method in methods if method not in asked]
     write_whole(folder / "settings.json",
-                json.dumps({"settings": settings_of(wanted), "methods": asked + missing}, indent=1) + "\n")
+                json.dumps({"settings": settings_of(wanted), "methods": sorted(asked, key=lambda m: place.get(m, len(place)))},
+                           indent=1) + "\n")
+
+
+def run_part(kind, length, nth, part, wanted):
+    """Runs a cell with some methods; returns the seconds, or None where there are none."""
+    if not part:
+        return None
+    folder, methods, start = folder_of(kind, length, wanted), run_with(kind, length, part, wanted), time.monotonic()
+    now = folder / f"{UNFINISHED}{nth}"
+    now.mkdir(parents=True)
+    with open(now / "log.txt", "w") as log:
+        end = subprocess.run(command_of(kind, length, methods, wanted, now), stdout=log, stderr=subprocess.STDOUT)
+    said, found = (now / "log.txt").read_text(), read_lines(now / "results.jsonl")
     shutil.rmtree(now)
+    with KEEPING:
+        with open(folder / "log.txt", "a") as log:
+            log.write(said)
+        if end.returncode != 0:
+            raise RuntimeError(f"{kind} at {length} tokens ended with {end.returncode}; see {folder / 'log.txt'}")
+        keep(kind, length, methods, found, wanted)
     return time.monotonic() - start
 
 
@@ -285,7 +311,7 @@ def main(arguments):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--characters", type=float, default=4.0, help="of a token, about")
     parser.add_argument("--jobs", "--threads", type=int, default=os.cpu_count(),
-                        help="cells at a time (default: the cores)")
+                        help="parts of cells at a time (default: the cores)")
     parser.add_argument("--commit", default="unknown", help="noted in the results and the table")
     parser.add_argument("more", nargs="*", help="behind --: more for the program")
     wanted = parser.parse_args(arguments)
@@ -303,14 +329,18 @@ def main(arguments):
                          "longer text or a smaller --lengths or --steps")
 
     cells = cells_of(wanted)
-    guesses, took = {cell: seconds_of(*cell, wanted) for cell in cells}, {}
+    parts = {(*cell, nth): part for cell in cells for nth, part in enumerate(parts_of(*cell, wanted))}
+    guesses, took = {(kind, length, nth): seconds_of(kind, length, part, wanted) for (kind, length, nth), part in parts.items()}, {}
+    for cell in cells:
+        for stopped in folder_of(*cell, wanted).glob(UNFINISHED + "*"):
+            shutil.rmtree(stopped)
     guess = seconds_left(guesses, took, wanted.jobs) / 60
     how_long = (f"about {guess:.0f} to {4 * guess:.0f} minutes for a model of 135M on {wanted.jobs} cores, by their speed; what "
                 "is done is kept") if guess > 0 else "nothing is left to run"
     print(f"{len(cells)} cells of {1 + len(wanted.methods)} methods: {how_long}", flush=True)
 
     def write_table():
-        """After every cell, so that a run that is stopped leaves what there is; of all cells that the folder has."""
+        """After every part, so that a run that is stopped leaves what there is; of all cells that the folder has."""
         columns, commits = {length: [] for length in lengths_of(Path(wanted.out, "cells").iterdir())}, {}
         for length in columns:
             for kind in (QUALITY, *tasks.KINDS):
@@ -326,17 +356,20 @@ def main(arguments):
 
     failed = []
     with concurrent.futures.ThreadPoolExecutor(wanted.jobs) as pool:
-        running = {pool.submit(run_cell, kind, length, wanted): (kind, length) for kind, length in cells}
-        for cell in concurrent.futures.as_completed(running):
-            kind, length = running[cell]
-            if cell.exception():
-                failed.append(str(cell.exception()))
+        running = {pool.submit(run_part, *of, part, wanted): of for of, part in parts.items()}
+        for done in concurrent.futures.as_completed(running):
+            kind, length, nth = running[done]
+            if done.exception():
+                failed.append(str(done.exception()))
             else:
-                took[kind, length] = cell.result() or 0
-                said = "kept from before" if cell.result() is None else f"{cell.result():.0f} s"
+                took[kind, length, nth] = done.result() or 0
+                of_cell = [other for other in parts if other[:2] == (kind, length)]
+                name = f"{kind} at {length}" + (f", part {nth + 1} of {len(of_cell)}" if len(of_cell) > 1 else "")
+                said = "kept from before" if done.result() is None else f"{done.result():.0f} s"
                 left = seconds_left(guesses, took, wanted.jobs) / 60
-                print(f"{kind} at {length}: {said}" + (f"; about {left:.0f} minutes left" if left > 0 else ""), flush=True)
-            write_table()
+                print(f"{name}: {said}" + (f"; about {left:.0f} minutes left" if left > 0 else ""), flush=True)
+            with KEEPING:
+                write_table()
     if failed:
         sys.exit("evaluate.py: " + "; ".join(failed))
     print(Path(wanted.out, "table.md").read_text())

@@ -18,7 +18,8 @@ spec = importlib.util.spec_from_file_location("evaluate", SCRIPT)
 evaluate = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(evaluate)
 
-# Full has 9 of 10 needles right and quest 4; of copies full has none. It fails where a file "broken" is beside it.
+# Full has 9 of 10 needles right and quest 4; of copies full has none. It fails where a file "broken" is beside it that
+# names one of its methods, or nothing.
 PRETENDER = r'''#!/usr/bin/env python3
 import json, sys
 from pathlib import Path
@@ -27,10 +28,10 @@ arguments = sys.argv[1:]
 out = Path(arguments[arguments.index("--out") + 1])
 with open(here / "calls", "a") as calls:
     calls.write(" ".join(arguments) + "\n")
-if (here / "broken").exists():
+methods = [arguments[i + 1] for i, word in enumerate(arguments) if word == "--variant"]
+if (here / "broken").exists() and (here / "broken").read_text() in ["", *methods]:
     print("it is broken")
     sys.exit(2)
-methods = [arguments[i + 1] for i, word in enumerate(arguments) if word == "--variant"]
 lines = []
 def add(bench, case, metric, value, **more):
     lines.append({"bench": bench, "case": case, "metric": metric, "value": value, **more})
@@ -62,6 +63,8 @@ else:
         add("task_group", case, "loss_difference", over, low=over - 0.1, high=over + 0.1, n=10, prompts=len(tasks))
 (out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 '''
+
+TWO_PARTS = [method for method in evaluate.METHODS if method not in evaluate.OF_LISTED_HEADS][:evaluate.PART + 2]
 
 
 class Evaluate(unittest.TestCase):
@@ -155,6 +158,39 @@ class Evaluate(unittest.TestCase):
         (self.folder / "broken").unlink()
         self.run_it("--tasks", "needles", "copy")
         self.assertEqual(len(self.calls()), 3)
+
+    def test_many_methods_are_run_in_parts_beside_the_one_that_they_are_paired_with(self):
+        methods = TWO_PARTS
+        (self.folder / "broken").write_text(methods[-1])
+        self.run_it("--tasks", "needles", "--methods", *methods, code=1)
+        self.assertEqual(len(self.calls()), 2)
+        for call in self.calls():
+            self.assertEqual(call.split().count("quest"), 1)
+        cell = self.folder / "out" / "cells" / "needles-512"
+        kept = json.loads((cell / "settings.json").read_text())["methods"]
+        self.assertGreater(len(methods), len(kept))
+        self.assertIn("quest", kept)
+        (self.folder / "broken").unlink()
+        (cell / "now-7").mkdir()  # of a run that was stopped
+
+        said = self.run_it("--tasks", "needles", "--methods", *methods).stdout
+        self.assertIn("needles at 512: ", said)  # what was left is one part
+        self.assertEqual(len(self.calls()), 3)
+        for method in methods:
+            self.assertEqual(method in self.calls()[-1].split(), method not in kept or method == "quest", method)
+        self.assertEqual(json.loads((cell / "settings.json").read_text())["methods"], methods)  # as METHODS are
+        cases = [json.loads(line)["case"] for line in (cell / "questions.jsonl").read_text().splitlines()]
+        self.assertEqual(cases, ["full", *methods])
+        self.assertEqual({path.name for path in cell.iterdir()}, {"log.txt", "results.jsonl", "questions.jsonl", "settings.json"})
+
+    def test_parts_of_a_cell_with_other_settings_replace_it(self):
+        methods = TWO_PARTS
+        self.run_it("--tasks", "quality", "--methods", *methods)
+        said = self.run_it("--tasks", "quality", "--methods", *methods, "--steps", "20").stdout
+        self.assertIn("quality at 512, part 2 of 2: ", said)
+        results = [json.loads(line) for line in
+                   (self.folder / "out" / "cells" / "quality-512" / "results.jsonl").read_text().splitlines()]
+        self.assertEqual([line["case"] for line in results if line["metric"] == "divergence"], ["full", *methods])
 
     def test_a_difference_inside_its_interval_has_no_star(self):
         self.assertEqual(evaluate.signed(0.05, -0.05, 0.15, 3), "+0.050 (-0.050 .. +0.150)")
