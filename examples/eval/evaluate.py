@@ -165,16 +165,19 @@ def keep(kind, length, methods, new, wanted):
     """Adds a part's lines to the cell's, but for those of methods that it has; those of a cell with other settings go."""
     folder, asked = folder_of(kind, length, wanted), asked_of(kind, length, wanted)
     has = {"full", *asked} if asked else set()
-    place = {method: nth for nth, method in enumerate(["full", *METHODS])}
+    places = {method: nth for nth, method in enumerate(["full", *METHODS])}
+
+    def place(method):
+        return places.get(method, len(places))
+
     for name, wants in (("results.jsonl", lambda line: line["bench"] in ("task_group", QUALITY)),
                         ("questions.jsonl", lambda line: line["bench"] == "task")):
         lines = read_lines(folder / name) if asked else []
         lines += [line for line in new if wants(line) and line.get("case") not in has]
-        write_lines(folder / name, sorted(lines, key=lambda line: place.get(line["case"], len(place))))
+        write_lines(folder / name, sorted(lines, key=lambda line: place(line["case"])))
     asked += [method for method in methods if method not in asked]
     write_whole(folder / "settings.json",
-                json.dumps({"settings": settings_of(wanted), "methods": sorted(asked, key=lambda m: place.get(m, len(place)))},
-                           indent=1) + "\n")
+                json.dumps({"settings": settings_of(wanted), "methods": sorted(asked, key=place)}, indent=1) + "\n")
 
 
 def run_part(kind, length, nth, part, wanted):

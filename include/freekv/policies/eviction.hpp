@@ -85,6 +85,7 @@ struct observed_units {
 
   float* row(int r) const { return numbers + r * stride; }
   float* scratch_row(int r) const { return scratch + r * stride; }
+  float* key(int unit) const { return keys + std::ptrdiff_t{unit} * head_dim; }
 };
 
 /// Units that a KV head holds when some are to leave or become coded, in the order of the text, for a policy

@@ -187,7 +187,7 @@ struct kv_merger {
     double before = length(held, 0);
     for (int i = 0; i + 1 < n; ++i) {
       const double behind = length(held, i + 1),
-                   product = exact_product(key(held, i), key(held, i + 1), held.head_dim);
+                   product = held.product(held.key(i), held.key(i + 1), held.head_dim);
       pairs[i] = likeness(held.tokens[i], held.tokens[i + 1], product / (before * behind), at);
       before = behind;
     }
@@ -244,11 +244,8 @@ struct kv_merger {
   }
 
  private:
-  static const float* key(const observed_units& held, int unit) {
-    return held.keys + std::ptrdiff_t{unit} * held.head_dim;
-  }
   static double length(const observed_units& held, int unit) {
-    return std::sqrt(exact_product(key(held, unit), key(held, unit), held.head_dim));
+    return std::sqrt(held.product(held.key(unit), held.key(unit), held.head_dim));
   }
   /// Likeness of two neighbours, of which the least are cut.
   float likeness(int token, int behind, double cosine, const eviction_moment& at) const {

@@ -413,7 +413,7 @@ struct r_kv {
   /// Makes keys of length 1, those of length 0 or NaN zero.
   static void normalise(const observed_units& held) {
     for (int i = 0; i < held.units; ++i) {
-      float* const key = held.keys + std::ptrdiff_t{i} * held.head_dim;
+      float* const key = held.key(i);
       const double squares = held.product(key, key, held.head_dim);
       const double factor = squares > 0.0 ? 1.0 / std::sqrt(squares) : 0.0;
       for (int x = 0; x < held.head_dim; ++x)
@@ -423,10 +423,7 @@ struct r_kv {
   /// Adds up the cosines of each unit's key with the others', each of which leaves out the last that it is
   /// similar to. `last` (units): to write over, with numbers of units, which are exact below 2^24.
   void add_likeness(const observed_units& held, float* likeness, float* last) const {
-    const auto cosine = [&](int a, int b) {
-      return held.product(held.keys + std::ptrdiff_t{a} * held.head_dim,
-                          held.keys + std::ptrdiff_t{b} * held.head_dim, held.head_dim);
-    };
+    const auto cosine = [&](int a, int b) { return held.product(held.key(a), held.key(b), held.head_dim); };
     std::fill_n(likeness, held.units, 0.0f);
     std::fill_n(last, held.units, -1.0f);
     for (int i = 0; i < held.units; ++i)
