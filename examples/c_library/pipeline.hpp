@@ -33,7 +33,7 @@ class pipeline {
   virtual void release(sequence_id id) = 0;
   virtual int tokens(sequence_id id) const = 0;
   virtual std::int32_t free_pages() const { return 0; }
-  virtual sequence_id fork(sequence_id) { throw refused("fork"); }
+  virtual sequence_id fork(sequence_id parent) = 0;
   virtual void truncate(sequence_id, int) { throw refused("truncate"); }
   virtual void preempt(sequence_id) { throw refused("preempt"); }
   virtual void restore(sequence_id) { throw refused("restore"); }

@@ -351,6 +351,7 @@ class evicting final : public pipeline {
   std::string name() const override { return pipeline_.name(); }
   void synchronize() override { pipeline_.synchronize(); }
   sequence_id open() override { return pipeline_.open(); }
+  sequence_id fork(sequence_id parent) override { return pipeline_.fork(parent); }
   void release(sequence_id id) override { pipeline_.release(id); }
   int tokens(sequence_id id) const override { return pipeline_.tokens(id); }
   void begin_step(std::span<const step_input> rows) override { step_ = pipeline_.begin_step(rows); }

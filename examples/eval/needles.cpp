@@ -36,17 +36,14 @@ needle_result measure_needles(const contender& c, const common_settings& s, cons
   std::size_t longest = 0;
   for (const auto& question : needles.questions) longest = std::max(longest, question.tokens.size());
   auto options = options_of(c, s, model.shape(), prompt, static_cast<int>(longest), true);
-  options.max_sequences = c.method.evicts() ? 1 : 2;
+  options.max_sequences = 2;
   const auto p = make_pipeline(options, backend);
   engine decoding(model, {.threads = s.threads, .context = 1, .rows = 1});
-  // Every question goes on from the prompt: in a fork of it, or where a method forgets, from the prompt
-  // restored.
-  std::optional<sequence_id> parent;
-  if (!c.method.evicts()) parent = prompt.kv.open(*p);
+  const sequence_id parent = prompt.kv.open(*p);  // every question goes on in a fork of it
   needle_result result;
   result.summary_bytes = summary_bytes_of(c, *p);
   for (const auto& question : needles.questions) {
-    const sequence_id asked = parent ? p->fork(*parent) : prompt.kv.open(*p);
+    const sequence_id asked = p->fork(parent);
     retrieval_attention attention(*p, {asked}, model.shape(), s.complete_layers);
     double loss = 0;
     bool found = true;

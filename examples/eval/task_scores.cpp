@@ -192,27 +192,28 @@ class candidate {
  public:
   candidate(const contender& c, const common_settings& s, const model& model, const prepared_prompt& prompt,
             const tokenized_task& asked, engine& decoding)
-      : prompt_(prompt),
-        decoding_(decoding),
-        forks_(!c.method.evicts()),
+      : decoding_(decoding),
         backend_({.threads = s.threads, .overlap = s.overlap}),
-        pipeline_(make_pipeline(options(c, s, model, prompt, asked, forks_), backend_)),
-        attention_(*pipeline_, std::vector<sequence_id>(1), model.shape(), s.complete_layers) {
-    if (forks_) prompted_ = prompt_.kv.open(*pipeline_);
-  }
+        pipeline_(make_pipeline(options(c, s, model, prompt, asked), backend_)),
+        attention_(*pipeline_, std::vector<sequence_id>(1), model.shape(), s.complete_layers),
+        begun_(prompt.kv.open(*pipeline_)),
+        position_(prompt.kv.tokens()) {}
 
-  /// Decodes all continuations to their ends, several at a time. A beginning is decoded once where the
-  /// contender's sequences can be forked, else once for each continuation.
+  /// Decodes all continuations to their ends, several at a time; to be called once. What all leads begin with
+  /// is decoded once, and then forked: so a method that cuts a prompt at its first decode row does it once.
   void decode(std::vector<fan> fans) {
-    if (!forks_) fans = one_by_one(fans);
+    for (std::size_t shared = shared_of(fans); shared > 0; --shared) {
+      step({{begun_, position_, fans.front().lead.front(), {}}});
+      ++position_;
+      for (fan& f : fans) f.lead = f.lead.subspan(1);
+    }
     std::vector<row> rows;
     for (std::size_t begun = 0; begun < fans.size() || !rows.empty();) {
       std::size_t taken = 0;
       for (const row& r : rows) taken += r.of.behind.size();
       for (; begun < fans.size() && taken + fans[begun].behind.size() <= most_rows; ++begun) {
         taken += fans[begun].behind.size();
-        rows.push_back({forks_ ? pipeline_->fork(*prompted_) : prompt_.kv.open(*pipeline_),
-                        prompt_.kv.tokens(), fans[begun].lead.front(), fans[begun]});
+        rows.push_back({pipeline_->fork(begun_), position_, fans[begun].lead.front(), fans[begun]});
       }
       rows = after_step(rows);
     }
@@ -222,35 +223,45 @@ class candidate {
   struct row {
     sequence_id sequence;
     int position;
-    llama_token token;  // the lead's first, or the one continuation's
+    llama_token token;  // the next of the lead, or of the one continuation
     fan of;
   };
 
   static pipeline_options options(const contender& c, const common_settings& s, const model& model,
-                                  const prepared_prompt& prompt, const tokenized_task& asked, bool forks) {
+                                  const prepared_prompt& prompt, const tokenized_task& asked) {
     const int more = asked.room(), rows = static_cast<int>(most_rows);
     pipeline_options o = options_of(c, s, model.shape(), prompt, more, true);
-    o.max_sequences = rows + forks;
-    if (forks) o.store_tokens = prompt.kv.tokens() + o.page + std::int64_t{rows} * (more + 2 * o.page);
+    o.max_sequences = rows + 1;
+    if (!c.method.evicts())
+      o.store_tokens = prompt.kv.tokens() + more + 2 * o.page + std::int64_t{rows} * (more + 2 * o.page);
     return o;
   }
-  static std::vector<fan> one_by_one(const std::vector<fan>& fans) {
-    std::vector<fan> alone;
-    for (const fan& f : fans)
-      for (continuation* c : f.behind) alone.push_back({f.lead, {c}});
-    return alone;
+
+  /// How many tokens all leads begin with, their own last left aside.
+  static std::size_t shared_of(const std::vector<fan>& fans) {
+    std::size_t shared = fans.front().lead.size() - 1;
+    for (const fan& f : fans) {
+      const auto differs = std::mismatch(f.lead.begin(), f.lead.end() - 1, fans.front().lead.begin(),
+                                         fans.front().lead.end() - 1);
+      shared = std::min(shared, static_cast<std::size_t>(differs.first - f.lead.begin()));
+    }
+    return shared;
   }
 
-  /// One token of each row; what then goes on.
-  std::vector<row> after_step(std::vector<row>& rows) {
-    std::vector<sequence_tokens> step;
+  /// One token of each row. Logits: (rows, vocabulary).
+  std::span<const float> step(const std::vector<row>& rows) {
+    std::vector<sequence_tokens> tokens;
     std::vector<sequence_id> sequences;
     for (const row& r : rows) {
-      step.push_back({static_cast<int>(step.size()), r.position, {&r.token, 1}});
+      tokens.push_back({static_cast<int>(tokens.size()), r.position, {&r.token, 1}});
       sequences.push_back(r.sequence);
     }
     attention_.serve(std::move(sequences));
-    const auto logits = decoding_.decode(step, attention_);
+    return decoding_.decode(tokens, attention_);
+  }
+  /// One token of each row; what then goes on.
+  std::vector<row> after_step(std::vector<row>& rows) {
+    const auto logits = step(rows);
     const std::size_t vocabulary = logits.size() / rows.size();
     std::vector<row> on;
     for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -277,13 +288,12 @@ class candidate {
     if (on.size() == before) pipeline_->release(r.sequence);
   }
 
-  const prepared_prompt& prompt_;
   engine& decoding_;
-  bool forks_;
   host_backend backend_;
   std::unique_ptr<pipeline> pipeline_;
-  std::optional<sequence_id> prompted_{};
   retrieval_attention attention_;
+  sequence_id begun_;  // the prompt, and what all leads begin with
+  int position_;
 };
 
 /// What a contender made of one question.

@@ -30,7 +30,10 @@ class evicting_pipeline_of_shape final : public pipeline {
     const sequence_id id = pipeline_.open();
     return full_->open(), id;  // both give the lowest that is free
   }
-  sequence_id fork(sequence_id) override { throw refused("fork"); }
+  sequence_id fork(sequence_id parent) override {
+    const sequence_id id = pipeline_.fork(parent);
+    return full_->fork(parent), id;
+  }
   void truncate(sequence_id, int) override { throw refused("truncate"); }
   void preempt(sequence_id) override { throw refused("preempt"); }
   void restore(sequence_id) override { throw refused("restore"); }

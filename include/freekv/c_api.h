@@ -265,10 +265,11 @@ FREEKV_API freekv_status freekv_tokens(freekv_pipeline* pipeline, freekv_sequenc
 /* Pages that the store has left. Methods that forget have none. */
 FREEKV_API freekv_status freekv_free_pages(freekv_pipeline* pipeline, int32_t* pages);
 
-/* The calls from here to the next line are of methods that retrieve; of others each is a usage_error. On a
- * device they are queued behind what is. */
+/* The calls from here to the next line are of methods that retrieve; of others each but freekv_fork is a
+ * usage_error. On a device they are queued behind what is. */
 
-/* A new sequence that goes on as `parent` would. Its pages are shared. Pool_exhausted, usage_error. */
+/* A new sequence that goes on as `parent` would. Its pages are shared; methods that forget copy what they
+ * keep. Pool_exhausted, usage_error. */
 FREEKV_API freekv_status freekv_fork(freekv_pipeline* pipeline, freekv_sequence parent,
                                      freekv_sequence* sequence);
 /* The sequence keeps its first `tokens` tokens, as after rejected rows of a draft. Usage_error. */

@@ -170,12 +170,13 @@ static void decodes(freekv_settings settings) {
   OK(freekv_open(p, &first.id));
   step_of(p, &settings, both, 1, 50, FREEKV_PREFILL);
   for (int i = 0; i < 20; ++i) step_of(p, &settings, both, 1, 1, FREEKV_DECODE);
+  // A branch, and both in one step.
+  second = first;
+  OK(freekv_fork(p, first.id, &second.id));
+  CHECK(second.id != first.id);
+  step_of(p, &settings, both, 2, 1, FREEKV_DECODE);
   if (retrieves) {
-    // A branch, a draft whose last rows are rejected, and both in one step.
-    second = first;
-    OK(freekv_fork(p, first.id, &second.id));
-    CHECK(second.id != first.id);
-    step_of(p, &settings, both, 2, 1, FREEKV_DECODE);
+    // A draft whose last rows are rejected.
     step_of(p, &settings, both + 1, 1, 4, FREEKV_DECODE);
     second.tokens -= 2;
     OK(freekv_truncate(p, second.id, second.tokens));
@@ -200,6 +201,8 @@ static void decodes(freekv_settings settings) {
     OK(freekv_release(p, second.id));
   } else {
     OK(freekv_release(p, first.id));
+    step_of(p, &settings, both + 1, 1, 1, FREEKV_DECODE);
+    OK(freekv_release(p, second.id));
   }
   OK(freekv_synchronize(p));
   OK(freekv_free_pages(p, &pages));
@@ -422,8 +425,7 @@ static void usage_errors(freekv_backend* backend) {
   settings = covering("h2o");
   OK(freekv_pipeline_create(backend, &settings, &p));
   OK(freekv_open(p, &s));
-  MISUSED(freekv_fork(p, s, &t), "fork: h2o(0.5)", "choose a method that retrieves");
-  MISUSED(freekv_truncate(p, s, 0), "truncate");
+  MISUSED(freekv_truncate(p, s, 0), "truncate: h2o(0.5)", "choose a method that retrieves");
   MISUSED(freekv_preempt(p, s), "preempt");
   MISUSED(freekv_restore(p, s), "restore");
   MISUSED(freekv_keep_prefix(p, s, 0, &prefix), "keep_prefix");

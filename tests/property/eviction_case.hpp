@@ -114,12 +114,29 @@ struct eviction_text {
   }
 };
 
+/// The first `tokens` rows of one, then those of another, whose prompt is as long, as far as it goes.
+inline eviction_text spliced(eviction_text beginning, int tokens, const eviction_text& end) {
+  const auto from_there_on = [&](std::vector<float>& rows, const std::vector<float>& others) {
+    const std::size_t first =
+        static_cast<std::size_t>(tokens) * others.size() / static_cast<std::size_t>(std::max(1, end.tokens));
+    rows.resize(first);
+    rows.insert(rows.end(), others.begin() + static_cast<std::ptrdiff_t>(first), others.end());
+  };
+  from_there_on(beginning.queries, end.queries);
+  from_there_on(beginning.keys, end.keys);
+  from_there_on(beginning.values, end.values);
+  from_there_on(beginning.worths, end.worths);
+  beginning.tokens = end.tokens;
+  return beginning;
+}
+
 /// What was compared, so that a test can require that it was.
 struct eviction_coverage {
   long steps = 0, sets = 0, doubtful = 0, evicted = 0, prompt_rows = 0;
   long other_budgets = 0;  // of prompts, than all have together
   long below_budget = 0;   // sets of fewer tokens, though there were more
   long merged = 0, lost = 0;
+  long forks = 0, forked_prompts = 0;                  // of them those whose parents had not decoded
   long probed = 0;                                     // prompts, or blocks, that probe rows have observed
   long in_prompt = 0;                                  // sets of a block's last row without all tokens before
   long coded = 0, coded_sets = 0, coded_doubtful = 0;  // sets of which some or none are coded

@@ -88,7 +88,7 @@ class run_of_case {
     while (opened_ < all || !live_.empty()) {
       while (opened_ < all && live_.size() < n(c_.options.max_sequences) &&
              (live_.empty() || dice_.below(4) == 0))
-        open();
+        live_.empty() || dice_.below(2) == 0 ? open() : fork();
       step();
       for (std::size_t i = live_.size(); i-- > 0;) {
         if (live_[i].done < live_[i].text.tokens) continue;
@@ -109,6 +109,20 @@ class run_of_case {
     live_.push_back({pipeline_->open(),
                      {own, prompt, prompt + steps},
                      oracle::forgetful_decoder(eviction_settings_of(c_.options, tested_))});
+  }
+
+  /// Another goes on from where one of them is, with rows of its own.
+  void fork() {
+    const live_sequence& parent = live_[n(dice_.below(static_cast<int>(live_.size())))];
+    random_case own = c_;
+    own.seed = c_.seed * 31 + static_cast<std::uint64_t>(++opened_);
+    const eviction_text rest(own, parent.text.prompt, parent.text.tokens);
+    live_sequence child = parent;
+    child.id = pipeline_->fork(parent.id);
+    child.text = spliced(child.text, child.done, rest);
+    ++seen_.forks;
+    seen_.forked_prompts += child.done <= child.text.prompt;
+    live_.push_back(std::move(child));
   }
 
   /// Behind some prompts, or blocks, come rows that observe them.
@@ -344,6 +358,9 @@ TEST_CASE("random sequences that forget agree with the float64 oracle", "[proper
       CHECK(of.steps > 500);
       if (method != "mikv") CHECK(of.evicted > 500);
       CHECK(of.doubtful * 50 < of.sets);
+      CHECK(of.forks > 5);
+      CHECK(of.forked_prompts > 0);
+      CHECK(of.forked_prompts < of.forks);
       if (method.starts_with("hard_kv")) CHECK(of.below_budget > 100);
       if (method.find("merge") != std::string::npos || method == "d2o" || method == "hard_kv_pairs")
         CHECK(of.merged > 500);
@@ -364,5 +381,6 @@ TEST_CASE("random sequences that forget agree with the float64 oracle", "[proper
                 << ", evicted " << of.evicted << ", prompt rows " << of.prompt_rows << ", below the budget "
                 << of.below_budget << ", merged " << of.merged << ", lost " << of.lost << ", probed "
                 << of.probed << ", within prompts " << of.in_prompt << ", coded " << of.coded
-                << ", doubtful of these " << of.coded_doubtful);
+                << ", doubtful of these " << of.coded_doubtful << ", forks " << of.forks
+                << ", before decoding " << of.forked_prompts);
 }

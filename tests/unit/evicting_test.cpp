@@ -171,6 +171,86 @@ TEST_CASE("results depend neither on a prompt's chunks, nor on threads, nor on o
   }
 }
 
+TEST_CASE("a fork goes on as its parent would, bit for bit, whatever either does", "[eviction][fork]") {
+  constexpr int prompt = 150, all = 230;
+  const auto feed = [&](forgetful& p, freekv::sequence_id id, const text& of, int to) {
+    std::vector<std::vector<sequence_result>> results;
+    while (p.tokens(id) < to) {
+      const bool prompts = p.tokens(id) < prompt;
+      const int tokens = prompts ? std::min(prompt, to) - p.tokens(id) : 1;
+      results.push_back(run_step(p, {{id, &of, tokens, prompts ? step_phase::prefill : step_phase::decode}}));
+    }
+    return results;
+  };
+  std::uint64_t seed = 0;
+  for (const auto& eviction : in_turns(all_evictions())) {
+    dice d(++seed);
+    auto s = settings_of(eviction);
+    s.capacity.max_sequences = s.capacity.max_prefills = 3;
+    const text source(s, 24, all, seed), other(s, 24, all, seed + 100);
+    freekv::host_backend backend;
+    forgetful alone(s, backend);
+    const int in_prompt = d.one_of({0, d.between(1, prompt - 1), prompt, prompt}),
+              decoding = prompt + d.one_of({1, d.between(2, 40)});
+    for (const int length : {in_prompt, decoding}) {
+      INFO(name_of(eviction) << ", seed " << seed << ", forked at " << length);
+      const text turned = text::spliced(source, length, other);
+      forgetful p(s, backend);
+      const auto parent = p.open();
+      feed(p, parent, source, length);
+      const auto child = p.fork(parent), grandchild = p.fork(child);
+      CHECK(p.tokens(child) == length);
+      CHECK(p.kept_bytes(child) == p.kept_bytes(parent));
+      const auto coded = [&](freekv::sequence_id id, int layer, int head) {
+        const auto report = p.report(layer)[id];
+        return report.coded_count.empty() ? std::vector<int>{}
+                                          : of_head(report.coded, report.coded_count, head);
+      };
+      for (int layer = 0; layer < 3; ++layer)
+        for (int head = 0; head < 2; ++head) {
+          CHECK(attended(p, layer, child, head) == attended(p, layer, parent, head));
+          CHECK(coded(child, layer, head) == coded(parent, layer, head));
+        }
+      const auto from_fork = [&](const text& of) {
+        const auto id = alone.open();
+        feed(alone, id, source, length);
+        auto results = feed(alone, id, of, all);
+        alone.release(id);
+        return results;
+      };
+      const auto as_parent = from_fork(source);
+      CHECK(feed(p, child, turned, all) == from_fork(turned));
+      CHECK(feed(p, parent, source, all) == as_parent);
+      p.release(parent);
+      p.release(child);
+      CHECK(feed(p, grandchild, source, all) == as_parent);
+    }
+  }
+}
+
+TEST_CASE("forks of an evicting pipeline are refused in sentences, and change nothing",
+          "[eviction][errors]") {
+  auto s = settings_of(freekv::h2o{});
+  s.capacity.max_sequences = 3;
+  const text source(s, 24, 230, 1);
+  freekv::host_backend backend;
+  forgetful p(s, backend);
+  CHECK_THROWS_WITH(p.fork(freekv::sequence_id{1}), "sequence 1 is not open");
+  const auto a = p.open();
+  run_step(p, a, source, 20, step_phase::prefill);
+  const auto b = p.fork(a);
+  CHECK_THROWS_WITH(p.fork(b), Contains("prompt stagings exhausted: 2 of 2 in use, a fork needs 1") &&
+                                   Contains("raise max_prefills"));
+  run_step(p, b, source, 1, step_phase::decode);  // which gives its staging back
+  const auto c = p.fork(b);
+  CHECK_THROWS_WITH(p.fork(c), Contains("sequences exhausted: 3 of 3 in use, a fork needs 1"));
+  CHECK(p.tokens(a) == 20);
+  CHECK(p.tokens(c) == 21);
+  auto begun = p.begin_step({{c, 1}});
+  CHECK_THROWS_WITH(p.fork(a), Contains("fork") && Contains("step"));
+  begun.abandon();
+}
+
 TEST_CASE(
     "rows of 16 bits in a fused tensor give what the same numbers give as floats, in what is forgotten too",
     "[eviction]") {

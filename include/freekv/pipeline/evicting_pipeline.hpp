@@ -48,8 +48,9 @@ namespace freekv {
 /// next. A block's rows attend to what was kept of the blocks before, and to their own up to themselves, so
 /// that the first block alone is exact.
 ///
-/// Forgotten tokens cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened
-/// when a call returns, steps allocate nothing, and calls out of order throw usage_error and change nothing.
+/// Forgotten tokens cannot come back: there is no truncate, preempt or prefix, and a fork copies what is
+/// kept. Everything has happened when a call returns, steps allocate nothing, and calls out of order throw
+/// usage_error and change nothing.
 template <class Shape, class Eviction, class Backend = host_backend>
 class evicting_pipeline {
   static_assert(sizeof(detail::checked_policy<Eviction>) > 0);
@@ -124,13 +125,30 @@ class evicting_pipeline {
   /// A new, empty sequence. Throws pool_exhausted, or usage_error in a step.
   sequence_id open() {
     order_.expect_outside_step("open");
-    const auto free = std::find_if(records_.begin(), records_.end(), [](const auto& r) { return !r.open; });
-    if (free == records_.end())
-      throw pool_exhausted("sequences", settings_.capacity.max_sequences, settings_.capacity.max_sequences,
-                           "a new sequence", 1);
-    *free = {.open = true};
-    const auto sequence = static_cast<int>(free - records_.begin());
+    const int sequence = next_free("a new sequence");
+    records_[to_size(sequence)] = {.open = true};
     for (const state& layer : memory_->layers) memory_->stages.forget(layer, sequence);
+    return sequence_id{sequence};
+  }
+  /// A new sequence that has all that `parent` has: what it keeps and knows of it, and of a prompt that has
+  /// not been cut yet all of it. Copies that, so that neither has a part in what becomes of the other; before
+  /// the first decode row a staged prompt takes a staging of its own, and behind it a fork copies the budget
+  /// alone. Throws pool_exhausted, or usage_error.
+  sequence_id fork(sequence_id parent) {
+    order_.expect_outside_step("fork");
+    known(parent);
+    const int sequence = next_free("a fork");
+    const record& of_parent = records_[to_size(parent)];
+    if (of_parent.staging >= 0 && free_stagings_.empty()) throw no_staging("a fork", 1);
+    record& made = records_[to_size(sequence)];
+    made = of_parent;
+    if (of_parent.staging >= 0) made.staging = taken_staging();
+    const auto entry_of = [](int of, const record& r) {
+      return detail::eviction_entry{
+          .sequence = of, .staging = r.staging, .before = r.tokens, .prompt = r.prompt};
+    };
+    for (const state& layer : memory_->layers)
+      memory_->stages.fork(layer, entry_of(static_cast<int>(parent), of_parent), entry_of(sequence, made));
     return sequence_id{sequence};
   }
   /// Ends a sequence. Throws usage_error.
@@ -289,11 +307,7 @@ class evicting_pipeline {
       check_rows(rows, i);
       stagings += needs_staging(rows[i]);
     }
-    if (stagings > static_cast<long>(free_stagings_.size()))
-      throw pool_exhausted(
-          "prompt stagings", settings_.capacity.max_prefills,
-          settings_.capacity.max_prefills - static_cast<long>(free_stagings_.size()), "the step", stagings,
-          "let a prompted sequence decode, release one or raise max_prefills in the settings");
+    if (stagings > static_cast<long>(free_stagings_.size())) throw no_staging("the step", stagings);
     entries_.clear();
     rows_ = 0;
     for (const step_input& r : rows)
@@ -371,6 +385,25 @@ class evicting_pipeline {
   };
 
   const record& known(sequence_id id) const { return detail::open_record(records_, id); }
+  /// The first sequence that is not open. Throws pool_exhausted.
+  int next_free(const char* wanted_for) const {
+    const auto free = std::find_if(records_.begin(), records_.end(), [](const auto& r) { return !r.open; });
+    if (free != records_.end()) return static_cast<int>(free - records_.begin());
+    throw pool_exhausted("sequences", settings_.capacity.max_sequences, settings_.capacity.max_sequences,
+                         wanted_for, 1);
+  }
+  pool_exhausted no_staging(const char* wanted_for, long stagings) const {
+    return pool_exhausted(
+        "prompt stagings", settings_.capacity.max_prefills,
+        settings_.capacity.max_prefills - static_cast<long>(free_stagings_.size()), wanted_for, stagings,
+        "let a prompted sequence decode, release one or raise max_prefills in the settings");
+  }
+  /// One of the free ones.
+  int taken_staging() {
+    const int staging = free_stagings_.back();
+    free_stagings_.pop_back();
+    return staging;
+  }
   bool any_decode() const {
     return std::any_of(entries_.begin(), entries_.end(), [](const auto& e) { return e.decodes; });
   }
@@ -475,10 +508,7 @@ class evicting_pipeline {
   }
   detail::eviction_entry entry_of(const step_input& r) {
     record& sequence = records_[to_size(static_cast<int>(r.sequence))];
-    if (needs_staging(r)) {
-      sequence.staging = free_stagings_.back();
-      free_stagings_.pop_back();
-    }
+    if (needs_staging(r)) sequence.staging = taken_staging();
     detail::eviction_entry entry{.sequence = static_cast<int>(r.sequence),
                                  .staging = sequence.staging,
                                  .before = sequence.tokens,

@@ -22,6 +22,7 @@ concept evicting_stages = requires(T& stages, const std::vector<State>& layers, 
   stages.probe(s, entry, queries);        // rows behind a prompt, which observe it when it is cut
   stages.attend(s, entry, queries, out);  // and what a decode row makes leave goes
   stages.forget(s, 0);                    // a sequence is empty
+  stages.fork(s, entry, entry);           // the second entry's sequence becomes what the first's is
 };
 
 /// A backend that evicts: its `eviction_stages` take scratch from fast memory.

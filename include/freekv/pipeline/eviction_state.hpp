@@ -215,11 +215,7 @@ class eviction_memory {
   template <class E>
   void share_pool(const eviction_settings<Eviction>& s, const E& eviction, std::vector<state>& made,
                   carver& fast) {
-    std::int64_t rows = 0;
-    for (const state& l : made)
-      if (!l.complete)
-        rows +=
-            std::int64_t{s.model.kv_heads} * std::min(eviction.capacity(s.limits(l.layer)), s.max_tokens());
+    const std::int64_t rows = s.rows_of_pool(eviction);
     const std::size_t before = fast.used();
     auto* const kv = fast.take<typename state::element>(to_size(s.capacity.max_sequences) * to_size(rows) *
                                                         2 * state::head_dim);

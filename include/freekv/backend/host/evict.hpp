@@ -110,8 +110,79 @@ class eviction_stages {
     });
   }
 
+  /// Makes a sequence what another is: `made` and `from` are entries of no rows that say where each is, and
+  /// how long it is. What `made` was before is lost.
+  [[gnu::cold]] void fork(const state& s, const eviction_entry& from, const eviction_entry& made) {
+    const auto by_sequence = [&](auto* all, std::size_t of_each) {
+      copy_part(all, of_each, from.sequence, made.sequence);
+    };
+    const std::size_t heads = to_size(s.heads.kv), units = s.unit_index(1, 0);
+    by_sequence(s.tokens, heads);
+    by_sequence(s.attended_count, heads);
+    by_sequence(s.coded, heads);
+    by_sequence(s.attended_coded_count, heads);
+    by_sequence(s.memories, heads * s.memory_bytes);
+    by_sequence(s.states, units * s.state_bytes);
+    by_sequence(s.log_weight, units);
+    by_sequence(s.attended, units);
+    by_sequence(s.attended_coded, units);
+    by_sequence(s.ratios, 1);
+    by_sequence(s.probes, 1);
+    if (s.by_sequence())
+      by_sequence(s.queries, queries_of_one(s));
+    else if (from.staging >= 0)
+      copy_part(s.queries, queries_of_one(s), from.staging, made.staging);
+    resolve(settings_->eviction, [&]<class E>([[maybe_unused]] const E& eviction) {
+      if constexpr (allocates<E>)
+        if (!s.complete) fork_budgets(s, settings_->rows_of_pool(eviction), from.sequence, made.sequence);
+    });
+    for (int head = 0; head < s.heads.kv; ++head) fork_head(s, from, made, head);
+  }
+
  private:
   using scratch = eviction_scratch;
+
+  /// Copies numbers, `of_each` of them, from one part of an array to another; of null none.
+  template <class T>
+  static void copy_part(T* all, std::size_t of_each, int from, int to) {
+    if (all != nullptr) std::copy_n(all + to_size(from) * of_each, of_each, all + to_size(to) * of_each);
+  }
+  static std::size_t queries_of_one(const state& s) {
+    return to_size(s.kept_queries) * to_size(s.heads.query) * d;
+  }
+  /// Gives a sequence's heads as much of its own pool as another's have; pools lie one behind the other.
+  static void fork_budgets(const state& s, std::int64_t rows, int from, int to) {
+    for (int head = 0; head < s.heads.kv; ++head) {
+      if (s.tokens[s.head_index(from, head)] == 0) continue;  // its prompt has not been cut
+      const head_budget& of = s.budgets[s.head_index(from, head)];
+      s.budgets[s.head_index(to, head)] = {of.first + (to - from) * rows, of.rows, of.budget};
+    }
+  }
+  static void copy_rows(const head_slice<element>& from, const head_slice<element>& to, int rows) {
+    for (int row = 0; row < rows; ++row) {
+      std::memcpy(to.key + row * to.stride, from.key + row * from.stride, d * sizeof(element));
+      std::memcpy(to.value + row * to.stride, from.value + row * from.stride, d * sizeof(element));
+    }
+  }
+  /// Keys and values of one KV head, those that are coded by their codes, and what is staged of its prompt.
+  static void fork_head(const state& s, const eviction_entry& from, const eviction_entry& made, int head) {
+    const int tokens = s.tokens[s.head_index(from.sequence, head)], coded = s.coded_of(from.sequence, head);
+    if (tokens > 0) {  // else a pool's rows are not given out yet
+      copy_rows(s.slice(from.sequence, head), s.slice(made.sequence, head), tokens - coded);
+      for (int nth = 0; nth < coded; ++nth)
+        std::memcpy(s.code(made.sequence, head, nth), s.code(from.sequence, head, nth), s.code_bytes);
+      if (!s.complete)
+        std::copy_n(s.first_tokens(from.sequence, head),
+                    s.budgets != nullptr ? s.budgets[s.head_index(from.sequence, head)].rows : s.units,
+                    s.first_tokens(made.sequence, head));
+    }
+    if (s.complete) return;
+    if (s.worths != nullptr && (s.staged_rows == 0 || from.staging >= 0))
+      std::copy_n(s.worths_of(from, head), s.worth_rows, s.worths_of(made, head));
+    if (from.staging < 0) return;
+    copy_rows(s.prompt_slice(from, head), s.prompt_slice(made, head), from.prompt);
+    if (s.votes != nullptr) std::copy_n(s.votes_of(from, head), from.prompt, s.votes_of(made, head));
+  }
 
   void attend_rows(const state& s, const eviction_entry& entry, const float* queries,
                    const attention_output& to) {
@@ -288,11 +359,8 @@ class eviction_stages {
       eviction.allocate(statistics, {heads / kv_heads, kv_heads, settings_->budget, entry.prompt},
                         head_budgets_);
     }
-    std::int64_t left = std::int64_t{heads} * settings_->budget, rows_of_all = 0;
-    for (int nth = 0; nth < heads; ++nth)
-      rows_of_all +=
-          std::min(eviction.capacity(settings_->limits(first + nth / kv_heads)), settings_->max_tokens());
-    std::int64_t row = rows_of_all * entry.sequence;
+    std::int64_t left = std::int64_t{heads} * settings_->budget,
+                 row = settings_->rows_of_pool(eviction) * entry.sequence;
     for (int nth = 0; nth < heads; ++nth) {
       const state& s = layers[to_size(first + nth / kv_heads)];
       const int budget = static_cast<int>(std::clamp<std::int64_t>(head_budgets_[nth], 0, left));
