@@ -11,6 +11,7 @@ FOLDER/cells/*/questions.jsonl what became of each question. Needs nothing but P
 
 import argparse
 import concurrent.futures
+import fcntl
 import json
 import os
 import shutil
@@ -134,6 +135,18 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def held_alone(folder):
+    """A descriptor of the folder, for one run and its programs; exits where others have it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"evaluate.py: another run, or a program that one has left, writes to {folder}; wait for its end, or give "
+                 "another --out")
+    return held
+
+
 def write_whole(path, text):
     """In one go: the table is made of cells while others are written."""
     unfinished = path.with_name(path.name + ".part")
@@ -188,7 +201,8 @@ def run_part(kind, length, nth, part, wanted):
     now = folder / f"{UNFINISHED}{nth}"
     now.mkdir(parents=True)
     with open(now / "log.txt", "w") as log:
-        end = subprocess.run(command_of(kind, length, methods, wanted, now), stdout=log, stderr=subprocess.STDOUT)
+        end = subprocess.run(command_of(kind, length, methods, wanted, now), stdout=log, stderr=subprocess.STDOUT,
+                             pass_fds=[wanted.held])
     said, found = (now / "log.txt").read_text(), read_lines(now / "results.jsonl")
     shutil.rmtree(now)
     with KEEPING:
@@ -331,6 +345,7 @@ def main(arguments):
             parser.error(f"none of --texts has {length} + {wanted.steps} tokens of {wanted.characters:g} characters; give a "
                          "longer text or a smaller --lengths or --steps")
 
+    wanted.held = held_alone(Path(wanted.out, "cells"))
     cells = cells_of(wanted)
     parts = {(*cell, nth): part for cell in cells for nth, part in enumerate(parts_of(*cell, wanted))}
     guesses, took = {(kind, length, nth): seconds_of(kind, length, part, wanted) for (kind, length, nth), part in parts.items()}, {}

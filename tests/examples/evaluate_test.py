@@ -5,10 +5,12 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from pathlib import Path
 
@@ -19,9 +21,9 @@ evaluate = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(evaluate)
 
 # Full has 9 of 10 needles right and quest 4; of copies full has none. It fails where a file "broken" is beside it that
-# names one of its methods, or nothing.
+# names one of its methods, or nothing, and waits while there is one "slow".
 PRETENDER = r'''#!/usr/bin/env python3
-import json, sys
+import json, sys, time
 from pathlib import Path
 here = Path(__file__).parent
 arguments = sys.argv[1:]
@@ -32,6 +34,8 @@ methods = [arguments[i + 1] for i, word in enumerate(arguments) if word == "--va
 if (here / "broken").exists() and (here / "broken").read_text() in ["", *methods]:
     print("it is broken")
     sys.exit(2)
+while (here / "slow").exists():
+    time.sleep(0.01)
 lines = []
 def add(bench, case, metric, value, **more):
     lines.append({"bench": bench, "case": case, "metric": metric, "value": value, **more})
@@ -76,10 +80,12 @@ class Evaluate(unittest.TestCase):
         self.program.chmod(0o755)
         self.addCleanup(self.scratch.cleanup)
 
+    def command(self):
+        return [sys.executable, "-B", SCRIPT, "--program", self.program, "--model", "some.gguf", "--out",
+                self.folder / "out", "--lengths", "512", "--methods", "quest", "--prompts", "2"]
+
     def run_it(self, *more, code=0):
-        end = subprocess.run([sys.executable, "-B", SCRIPT, "--program", self.program, "--model", "some.gguf", "--out",
-                              self.folder / "out", "--lengths", "512", "--methods", "quest", "--prompts", "2", *more],
-                             capture_output=True, text=True)
+        end = subprocess.run([*self.command(), *more], capture_output=True, text=True)
         self.assertEqual(end.returncode, code, end.stderr)
         return end
 
@@ -158,6 +164,27 @@ class Evaluate(unittest.TestCase):
         (self.folder / "broken").unlink()
         self.run_it("--tasks", "needles", "copy")
         self.assertEqual(len(self.calls()), 3)
+
+    def test_two_runs_do_not_write_to_one_folder(self):
+        held = evaluate.held_alone(self.folder / "out" / "cells")
+        end = self.run_it("--tasks", "needles", code=1)
+        self.assertIn("another run, or a program that one has left, writes to", end.stderr)
+        self.assertFalse((self.folder / "calls").exists())
+        os.close(held)
+        self.run_it("--tasks", "needles")
+
+    def test_a_program_that_is_left_keeps_others_out(self):
+        (self.folder / "slow").touch()
+        run = subprocess.Popen([*self.command(), "--tasks", "needles"], stdout=subprocess.DEVNULL)
+        while not (self.folder / "calls").exists():
+            time.sleep(0.01)
+        run.kill()
+        run.wait()
+        self.run_it("--tasks", "needles", code=1)
+        (self.folder / "slow").unlink()
+        while subprocess.run([*self.command(), "--tasks", "needles"], capture_output=True).returncode == 1:
+            time.sleep(0.01)
+        self.assertEqual(len(self.calls()), 2)
 
     def test_many_methods_are_run_in_parts_beside_the_one_that_they_are_paired_with(self):
         methods = TWO_PARTS
