@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
 #include <freekv/core/error.hpp>
 #include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
@@ -70,15 +69,6 @@ struct eviction_settings {
     const int unit = policy.unit_tokens(),
               most = std::min(policy.capacity(limits(layer, head)), max_tokens());
     return (most + unit - 1) / unit * unit;
-  }
-  /// Rows of a sequence's pool, where a policy gives budgets to heads: all heads of all layers that forget
-  /// share it.
-  template <class E>
-  std::int64_t rows_of_pool(const E& policy) const {
-    std::int64_t rows = 0;
-    for (int layer = complete_layers(); layer < model.layers; ++layer)
-      rows += std::int64_t{model.kv_heads} * std::min(policy.capacity(limits(layer)), max_tokens());
-    return rows;
   }
 };
 

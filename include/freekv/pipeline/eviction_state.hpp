@@ -59,6 +59,7 @@ struct eviction_state {
   /// each is, what is free lies between them
   element* kv = nullptr;
   head_budget* budgets = nullptr;  // (sequence, kv head): where the pool has what; null: no pool
+  std::int64_t pool_rows = 0;      // of a sequence, where a pool is of all layers
   int staged_rows = 0;             // 0: prompts are in `kv` at once
   element* staged = nullptr;       // (staging, kv head, 2, staged_rows, head_dim)
   float* votes = nullptr;          // (staging, kv head, staged_rows): of all rows, where all are observed
@@ -215,7 +216,11 @@ class eviction_memory {
   template <class E>
   void share_pool(const eviction_settings<Eviction>& s, const E& eviction, std::vector<state>& made,
                   carver& fast) {
-    const std::int64_t rows = s.rows_of_pool(eviction);
+    std::int64_t rows = 0;
+    for (const state& l : made)
+      if (!l.complete)
+        rows +=
+            std::int64_t{s.model.kv_heads} * std::min(eviction.capacity(s.limits(l.layer)), s.max_tokens());
     const std::size_t before = fast.used();
     auto* const kv = fast.take<typename state::element>(to_size(s.capacity.max_sequences) * to_size(rows) *
                                                         2 * state::head_dim);
@@ -224,6 +229,7 @@ class eviction_memory {
     for (state& l : made) {
       if (l.complete) continue;
       l.kv = kv;
+      l.pool_rows = rows;
       l.first_token = first_token;
       l.budgets = fast.take<head_budget>(l.head_index(s.capacity.max_sequences, 0));
     }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <freekv/backend/host/leave_head.hpp>
@@ -113,49 +114,44 @@ class eviction_stages {
   /// Makes a sequence what another is: `made` and `from` are entries of no rows that say where each is, and
   /// how long it is. What `made` was before is lost.
   [[gnu::cold]] void fork(const state& s, const eviction_entry& from, const eviction_entry& made) {
-    const auto by_sequence = [&](auto* all, std::size_t of_each) {
-      copy_part(all, of_each, from.sequence, made.sequence);
+    const std::size_t heads = to_size(s.heads.kv), units = s.unit_index(1, 0),
+                      queries = to_size(s.kept_queries) * to_size(s.heads.query) * d * sizeof(float);
+    const auto by_sequence = [&](void* all, std::size_t bytes) {
+      copy_part(all, bytes, from.sequence, made.sequence);
     };
-    const std::size_t heads = to_size(s.heads.kv), units = s.unit_index(1, 0);
-    by_sequence(s.tokens, heads);
-    by_sequence(s.attended_count, heads);
-    by_sequence(s.coded, heads);
-    by_sequence(s.attended_coded_count, heads);
+    by_sequence(s.tokens, heads * sizeof(*s.tokens));
+    by_sequence(s.attended_count, heads * sizeof(*s.attended_count));
+    by_sequence(s.coded, heads * sizeof(*s.coded));
+    by_sequence(s.attended_coded_count, heads * sizeof(*s.attended_coded_count));
     by_sequence(s.memories, heads * s.memory_bytes);
     by_sequence(s.states, units * s.state_bytes);
-    by_sequence(s.log_weight, units);
-    by_sequence(s.attended, units);
-    by_sequence(s.attended_coded, units);
-    by_sequence(s.ratios, 1);
-    by_sequence(s.probes, 1);
+    by_sequence(s.log_weight, units * sizeof(*s.log_weight));
+    by_sequence(s.attended, units * sizeof(*s.attended));
+    by_sequence(s.attended_coded, units * sizeof(*s.attended_coded));
+    by_sequence(s.ratios, sizeof(*s.ratios));
+    by_sequence(s.probes, sizeof(*s.probes));
     if (s.by_sequence())
-      by_sequence(s.queries, queries_of_one(s));
+      by_sequence(s.queries, queries);
     else if (from.staging >= 0)
-      copy_part(s.queries, queries_of_one(s), from.staging, made.staging);
-    resolve(settings_->eviction, [&]<class E>([[maybe_unused]] const E& eviction) {
-      if constexpr (allocates<E>)
-        if (!s.complete) fork_budgets(s, settings_->rows_of_pool(eviction), from.sequence, made.sequence);
-    });
+      copy_part(s.queries, queries, from.staging, made.staging);
+    if (s.pool_rows > 0) fork_budgets(s, from.sequence, made.sequence);
     for (int head = 0; head < s.heads.kv; ++head) fork_head(s, from, made, head);
   }
 
  private:
   using scratch = eviction_scratch;
 
-  /// Copies numbers, `of_each` of them, from one part of an array to another; of null none.
-  template <class T>
-  static void copy_part(T* all, std::size_t of_each, int from, int to) {
-    if (all != nullptr) std::copy_n(all + to_size(from) * of_each, of_each, all + to_size(to) * of_each);
-  }
-  static std::size_t queries_of_one(const state& s) {
-    return to_size(s.kept_queries) * to_size(s.heads.query) * d;
+  /// Copies one part of an array, of so many bytes each, to another; of null nothing.
+  static void copy_part(void* all, std::size_t bytes, int from, int to) {
+    auto* const parts = static_cast<std::byte*>(all);
+    if (all != nullptr) std::memcpy(parts + to_size(to) * bytes, parts + to_size(from) * bytes, bytes);
   }
   /// Gives a sequence's heads as much of its own pool as another's have; pools lie one behind the other.
-  static void fork_budgets(const state& s, std::int64_t rows, int from, int to) {
+  static void fork_budgets(const state& s, int from, int to) {
     for (int head = 0; head < s.heads.kv; ++head) {
       if (s.tokens[s.head_index(from, head)] == 0) continue;  // its prompt has not been cut
       const head_budget& of = s.budgets[s.head_index(from, head)];
-      s.budgets[s.head_index(to, head)] = {of.first + (to - from) * rows, of.rows, of.budget};
+      s.budgets[s.head_index(to, head)] = {of.first + (to - from) * s.pool_rows, of.rows, of.budget};
     }
   }
   static void copy_rows(const head_slice<element>& from, const head_slice<element>& to, int rows) {
@@ -360,7 +356,7 @@ class eviction_stages {
                         head_budgets_);
     }
     std::int64_t left = std::int64_t{heads} * settings_->budget,
-                 row = settings_->rows_of_pool(eviction) * entry.sequence;
+                 row = layers.back().pool_rows * entry.sequence;
     for (int nth = 0; nth < heads; ++nth) {
       const state& s = layers[to_size(first + nth / kv_heads)];
       const int budget = static_cast<int>(std::clamp<std::int64_t>(head_budgets_[nth], 0, left));
