@@ -172,7 +172,7 @@ TEST_CASE("results depend neither on a prompt's chunks, nor on threads, nor on o
 }
 
 TEST_CASE("a fork goes on as its parent would, bit for bit, whatever either does", "[eviction][fork]") {
-  constexpr int prompt = 150, all = 230;
+  constexpr int prompt = 60, all = 110;
   const auto feed = [&](forgetful& p, freekv::sequence_id id, const text& of, int to) {
     std::vector<std::vector<sequence_result>> results;
     while (p.tokens(id) < to) {
@@ -191,7 +191,7 @@ TEST_CASE("a fork goes on as its parent would, bit for bit, whatever either does
     freekv::host_backend backend;
     forgetful alone(s, backend);
     const int in_prompt = d.one_of({0, d.between(1, prompt - 1), prompt, prompt}),
-              decoding = prompt + d.one_of({1, d.between(2, 40)});
+              decoding = prompt + d.one_of({1, d.between(2, 20)});
     for (const int length : {in_prompt, decoding}) {
       INFO(name_of(eviction) << ", seed " << seed << ", forked at " << length);
       const text turned = text::spliced(source, length, other);
