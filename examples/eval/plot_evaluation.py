@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+from matplotlib import ticker
+
 import evaluate
 import plot
 
@@ -71,14 +73,17 @@ def picture(folder, length, settings):
             axis.axvline(of_full, color=plot.INK, linewidth=0.8, linestyle=":")
         if logarithmic:
             axis.set_xscale("log")
+            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_title(title, fontsize=9)
         axis.grid(axis="x", color=plot.GRID)
         axis.set_axisbelow(True)
     axes[0][0].set_yticks(range(len(methods)), methods, fontsize=8)
-    axes[0][0].invert_yaxis()
+    axes[0][0].set_ylim(len(methods) - 0.5, -0.5)
     file = folder / f"{length}.png"
     figure.tight_layout()
-    figure.savefig(file)
+    figure.savefig(file, bbox_inches="tight")
     plot.plt.close(figure)
     return file
 
