@@ -125,7 +125,7 @@ class evicting_pipeline {
   /// A new, empty sequence. Throws pool_exhausted, or usage_error in a step.
   sequence_id open() {
     order_.expect_outside_step("open");
-    const int sequence = next_free("a new sequence");
+    const int sequence = detail::free_record(records_, "a new sequence");
     records_[to_size(sequence)] = {.open = true};
     for (const state& layer : memory_->layers) memory_->stages.forget(layer, sequence);
     return sequence_id{sequence};
@@ -137,19 +137,15 @@ class evicting_pipeline {
   sequence_id fork(sequence_id parent) {
     order_.expect_outside_step("fork");
     known(parent);
-    const int sequence = next_free("a fork");
+    const sequence_id made{detail::free_record(records_, "a fork")};
     const record& of_parent = records_[to_size(parent)];
     if (of_parent.staging >= 0 && free_stagings_.empty()) throw no_staging("a fork", 1);
-    record& made = records_[to_size(sequence)];
-    made = of_parent;
-    if (of_parent.staging >= 0) made.staging = taken_staging();
-    const auto entry_of = [](int of, const record& r) {
-      return detail::eviction_entry{
-          .sequence = of, .staging = r.staging, .before = r.tokens, .prompt = r.prompt};
-    };
+    record& of_made = records_[to_size(made)];
+    of_made = of_parent;
+    if (of_parent.staging >= 0) of_made.staging = taken_staging();
     for (const state& layer : memory_->layers)
-      memory_->stages.fork(layer, entry_of(static_cast<int>(parent), of_parent), entry_of(sequence, made));
-    return sequence_id{sequence};
+      memory_->stages.fork(layer, entry_behind(parent, 0), entry_behind(made, 0));
+    return made;
   }
   /// Ends a sequence. Throws usage_error.
   void release(sequence_id id) {
@@ -385,13 +381,6 @@ class evicting_pipeline {
   };
 
   const record& known(sequence_id id) const { return detail::open_record(records_, id); }
-  /// The first sequence that is not open. Throws pool_exhausted.
-  int next_free(const char* wanted_for) const {
-    const auto free = std::find_if(records_.begin(), records_.end(), [](const auto& r) { return !r.open; });
-    if (free != records_.end()) return static_cast<int>(free - records_.begin());
-    throw pool_exhausted("sequences", settings_.capacity.max_sequences, settings_.capacity.max_sequences,
-                         wanted_for, 1);
-  }
   pool_exhausted no_staging(const char* wanted_for, long stagings) const {
     return pool_exhausted(
         "prompt stagings", settings_.capacity.max_prefills,

@@ -32,6 +32,15 @@ const Record& open_record(const std::vector<Record>& records, sequence_id id) {
   return records[index];
 }
 
+/// Number of the first sequence that is not open. Throws pool_exhausted.
+template <class Record>
+int free_record(const std::vector<Record>& records, const char* wanted_for) {
+  const auto free = std::find_if(records.begin(), records.end(), [](const Record& r) { return !r.open; });
+  if (free != records.end()) return static_cast<int>(free - records.begin());
+  const auto all = static_cast<std::int64_t>(records.size());
+  throw pool_exhausted("sequences", all, all, wanted_for, 1);
+}
+
 /// Throws usage_error where the sequence of `rows[i]` is listed before it, too.
 inline void expect_listed_once(std::span<const step_input> rows, std::size_t i) {
   for (const step_input& before : rows.first(i))
@@ -250,11 +259,9 @@ class sequence_table {
   std::int32_t& slot_set(sequence_id id) const { return slot_sets_[to_size(id)]; }
 
   sequence_id next_free(const char* who) const {
-    const auto free = std::find_if(records_.begin(), records_.end(), [](const auto& r) { return !r.open; });
-    if (free == records_.end())
-      throw pool_exhausted("sequences", limits_.max_sequences, limits_.max_sequences, who, 1);
+    const sequence_id id{free_record(records_, who)};
     expect_slot_set(who);
-    return sequence_id{static_cast<std::int32_t>(free - records_.begin())};
+    return id;
   }
   void expect_slot_set(const char* who) const {
     if (free_slot_sets_.empty())
