@@ -35,8 +35,8 @@ const Record& open_record(const std::vector<Record>& records, sequence_id id) {
 /// Number of the first sequence that is not open. Throws pool_exhausted.
 template <class Record>
 int free_record(const std::vector<Record>& records, const char* wanted_for) {
-  const auto free = std::find_if(records.begin(), records.end(), [](const Record& r) { return !r.open; });
-  if (free != records.end()) return static_cast<int>(free - records.begin());
+  for (std::size_t i = 0; i < records.size(); ++i)
+    if (!records[i].open) return static_cast<int>(i);
   const auto all = static_cast<std::int64_t>(records.size());
   throw pool_exhausted("sequences", all, all, wanted_for, 1);
 }
