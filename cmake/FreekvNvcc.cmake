@@ -33,6 +33,9 @@ foreach(capability ${FREEKV_CUDA_MACHINE_CODE})
 endforeach()
 set(freekv_nvcc_compile ${FREEKV_NVCC} -std=c++20 -ccbin ${CMAKE_CXX_COMPILER} -I${PROJECT_SOURCE_DIR}/include
                         -Werror all-warnings -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
+foreach(option ${freekv_gcc_memory})
+  list(APPEND freekv_nvcc_compile -Xcompiler=${option})
+endforeach()
 # Host code fuses nothing, as device code fuses what says so alone: the two are compared bit by bit.
 # `OBJECT other` names an object that is not called like its source.
 # What tests and the pipelines of programs are compiled for: paths differ between these two. tests/run.sh takes one of them,

@@ -51,6 +51,8 @@ enum class hook : std::uint8_t {
   worths,  ///< of an eviction, `on_given`: what the engine says rows are worth
 };
 
+inline constexpr hook last_hook = hook::worths;
+
 /// Optional members that a policy has: `using hooks = hook_list<hook::prepare, hook::query_width>;`.
 template <hook... Listed>
 struct hook_list {
@@ -142,20 +144,22 @@ struct checked_hook {
   static_assert(listed || !there, "a policy has a hook that its `hooks` does not list");
 };
 
-using every_hook =
-    hook_list<hook::admits, hook::allocate, hook::at, hook::blocks, hook::bytes, hook::data, hook::decode,
-              hook::demote, hook::encode, hook::enough, hook::favour, hook::four_heads, hook::kept,
-              hook::kind_of_head, hook::linear, hook::mass_term, hook::merge, hook::observe,
-              hook::of_attention, hook::prepare, hook::query_width, hook::rank, hook::rate, hook::rows,
-              hook::sees_keys, hook::shared_bytes, hook::shared_floats, hook::stored,
-              hook::summarised_by_whole_rows, hook::temperature, hook::validate, hook::values, hook::votes,
-              hook::weighs, hook::with_elements, hook::worths>;
+/// The first optional member that `P` has and does not list, or lists and does not have; -1 where there is none. One
+/// function in place of a class for each member, which nvcc's front end would search through for each other.
+template <class P>
+consteval int first_wrong_hook() {
+  for (int h = 0; h <= static_cast<int>(last_hook); ++h) {
+    const auto member = static_cast<hook>(h);
+    if (hooks_of<P>::has(member) != P::policy_kind::template offers<P>(member)) return h;
+  }
+  return -1;
+}
 
 /// Compiles if the optional members of `P` are those that it lists.
-template <class P, class Hooks = every_hook>
-struct checked_hooks;
-template <class P, hook... Hooks>
-struct checked_hooks<P, hook_list<Hooks...>> : checked_hook<P, Hooks>... {};
+template <class P, int Wrong = first_wrong_hook<P>()>
+struct checked_hooks : checked_hook<P, static_cast<hook>(Wrong)> {};
+template <class P>
+struct checked_hooks<P, -1> {};
 
 /// Compiles if `P` is a policy of its kind.
 template <class P>
