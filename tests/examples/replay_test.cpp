@@ -97,24 +97,24 @@ TEST_CASE("replays of random traces agree with the float64 oracle", "[replay]") 
   CHECK(seen.thinned > 20);
 }
 
-TEST_CASE("every element type and compiled head_dim agrees with the oracle", "[replay]") {
+TEST_CASE("every compiled shape agrees with the oracle", "[replay]") {
   coverage seen;
-  for (const int head_dim : freekv::examples::head_dims)
-    for (const std::string& dtype : all_dtypes())
-      for (const bool in_place : {false, true})
-        check_replay(with(plain_case("freekv_key_subspace"),
-                          [&](replay_case& c) {
-                            auto& o = c.layer.options;
-                            c.dtype = dtype;
-                            c.query_dtype = dtype == "F16" ? "BF16" : dtype == "F32" ? "F16" : "F32";
-                            o.head_dim = head_dim;
-                            o.query_heads = 2;
-                            o.in_place = in_place;
-                            c.layer.steps = 6;
-                          }),
-                     seen);
-  CHECK(seen.replays == 6 * static_cast<long>(std::size(freekv::examples::head_dims)));
-  CHECK(seen.firm_selections > 40 * static_cast<long>(std::size(freekv::examples::head_dims)));
+  for (const auto& shape : freekv::examples::compiled_shapes)
+    for (const bool in_place : {false, true})
+      check_replay(with(plain_case("freekv_key_subspace"),
+                        [&](replay_case& c) {
+                          auto& o = c.layer.options;
+                          c.dtype = std::string(dtype_name(shape.element));
+                          c.query_dtype = c.dtype == "F16" ? "BF16" : c.dtype == "F32" ? "F16" : "F32";
+                          o.head_dim = shape.head_dim;
+                          o.query_heads = 2;
+                          o.in_place = in_place;
+                          c.layer.steps = 6;
+                        }),
+                   seen);
+  constexpr auto shapes = static_cast<long>(std::size(freekv::examples::compiled_shapes));
+  CHECK(seen.replays == 2 * shapes);
+  CHECK(seen.firm_selections > 13 * shapes);
 }
 
 TEST_CASE("every variant agrees with the oracle on a trace of a real model", "[replay]") {

@@ -253,10 +253,12 @@ inline void give_channels(random_case& c) {
 
 /// One of those that are compiled.
 inline void give_shape(random_case& c, dice& d) {
-  constexpr auto& elements = freekv::examples::elements;
-  constexpr auto& head_dims = freekv::examples::head_dims;
-  c.options.element = elements[d.below(static_cast<int>(std::size(elements)))];
+  using namespace freekv::examples;
   c.options.head_dim = head_dims[d.below(static_cast<int>(std::size(head_dims)))];
+  std::vector<data_type> elements;
+  for (const auto& shape : compiled_shapes)
+    if (shape.head_dim == c.options.head_dim) elements.push_back(shape.element);
+  c.options.element = elements[static_cast<std::size_t>(d.below(static_cast<int>(elements.size())))];
 }
 
 inline random_case make_case(std::uint64_t seed) {

@@ -144,8 +144,9 @@ struct checked_hook {
   static_assert(listed || !there, "a policy has a hook that its `hooks` does not list");
 };
 
-/// The first optional member that `P` has and does not list, or lists and does not have; -1 where there is none. One
-/// function in place of a class for each member, which nvcc's front end would search through for each other.
+/// The first optional member that `P` has and does not list, or lists and does not have; -1 where there is
+/// none. One function in place of a class for each member, which nvcc's front end would search for each
+/// other.
 template <class P>
 consteval int first_wrong_hook() {
   for (int h = 0; h <= static_cast<int>(last_hook); ++h) {
