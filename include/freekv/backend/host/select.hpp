@@ -8,6 +8,8 @@
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/algorithms/score_unit.hpp>
 #include <freekv/backend/host/isa.hpp>
+#include <freekv/backend/host/order_candidates.hpp>
+#include <freekv/backend/host/pool.hpp>
 #include <freekv/backend/host/workspace.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
@@ -16,99 +18,12 @@
 #include <freekv/policies/pooling.hpp>
 #include <freekv/policies/selection.hpp>
 #include <functional>
-#include <limits>
 #include <mutex>
 #include <numeric>
 #include <optional>
 #include <span>
 
 namespace freekv::host {
-
-/// Log-sum-exp of `padded` scores, or where they are `Tempered` of `tempered_score` of each.
-template <bool Tempered = false, class Team>
-log_sum_exp log_sum_exp_of(Team team, const float* scores, std::int64_t padded,
-                           [[maybe_unused]] float factor = 1.0f) {
-  constexpr int width = Team::width, at_once = 8;
-  using pack = typename Team::pack;
-  log_sum_exp log_sum;
-  pack packs[at_once];
-  for (std::int64_t j = 0; j < padded;) {
-    int count = 0;
-    for (; count < at_once && j < padded; j += width) {
-      packs[count] = team.load(scores + j);
-      if constexpr (Tempered) {
-        const pack largest(std::numeric_limits<float>::max()), score = packs[count] * pack(factor);
-        packs[count] = team.select_greater(score, largest, largest, score);  // clamp_score
-      }
-      ++count;
-    }
-    log_sum.add(team, packs, count);
-  }
-  return log_sum;
-}
-
-/// Pools `w.scores`, query head g's score of candidate j at `g * stride + j`, into `w.pooled`. Candidates are
-/// `padded` to whole packs by scores of -infinity, and so are the pooled scores.
-template <class Pooling>
-void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t stride, std::int64_t padded,
-                     const workspace& w) {
-  if constexpr (query_pooling<Pooling>) {
-    std::copy_n(w.scores, padded, w.pooled);
-  } else {
-    with_team(set, [&](auto team) {
-      const row_scores row{w.scores, stride, w.log_sums, group};
-      if constexpr (Pooling::uses_log_sums)
-        for (int g = 0; g < group; ++g)
-          w.log_sums[g] = log_sum_exp_of(team, w.scores + g * stride, padded).value();
-      using pack = typename decltype(team)::pack;
-      const pack largest(std::numeric_limits<float>::max());
-      for (std::int64_t j = 0; j < padded; j += decltype(team)::width) {
-        const pack pooled = pooling.pool(team, row, static_cast<int>(j));
-        team.store(w.pooled + j, team.select_greater(pooled, largest, largest, pooled));  // clamp_score
-      }
-    });
-  }
-}
-
-/// Puts the keys of the `count` best of the candidates, units from `first_unit` on, by `w.pooled` first in
-/// `w.keys`, the least of them last; `pinned`, ascending, are left out. Of equal scores the smaller unit is
-/// better, so that after the first `count` only a greater score than the least of the best so far is looked
-/// at.
-inline void order_candidates(std::int32_t first_unit, int candidates, std::span<const std::int32_t> pinned,
-                             int count, const workspace& w) {
-  if (count == 0) return;
-  constexpr int at_once = 16;
-  const std::ptrdiff_t room = std::max(4 * count, 128);
-  std::uint64_t* end = w.keys;
-  float least = -infinity;  // of the best so far
-  bool full = false;        // whether there are so many
-  const auto keep_best = [&] {
-    std::nth_element(w.keys, w.keys + count - 1, end, std::greater<>());
-    end = w.keys + count;
-    least = w.pooled[unit_of_key(w.keys[count - 1]) - first_unit];
-    full = true;
-  };
-  const auto add = [&](int from, int to) {
-    for (; from < to; from += at_once) {
-      const int stop = std::min(from + at_once, to);
-      int greater = full ? 0 : 1;
-      for (int j = from; j < stop; ++j) greater |= static_cast<int>(w.pooled[j] > least);
-      if (greater == 0) continue;
-      for (int j = from; j < stop; ++j) {  // without a branch, which would be guessed wrong
-        *end = ordered_key(w.pooled[j], first_unit + j);
-        end += !full || w.pooled[j] > least;
-      }
-      if (end - w.keys >= room) keep_best();
-    }
-  };
-  int from = 0;
-  for (const std::int32_t unit : pinned) {
-    add(from, unit - first_unit);
-    from = unit - first_unit + 1;
-  }
-  add(from, candidates);
-  keep_best();
-}
 
 /// Pins the units of `candidates` that are worth most to one KV head of a sequence.
 template <class State>
