@@ -51,7 +51,10 @@ build_and_test "with AddressSanitizer" asan --
 elsewhere='sequences_test;errors_test;evicting_test;store_in_file_test;engine_blocks_test;plan_test;policy_pack_test;saved_prefix_test;file_store_test'
 ((round % 2 == 0)) || elsewhere='safetensors_test;fuzz_test;statistics_test;replay_refusals_test'
 architecture=$((round / 2 % 2 ? 90 : 80))
-configure ci -DFREEKV_ROUND="$round" -DFREEKV_HEAD_DIMS="64;${head_dims[round % 5]}" -DFREEKV_OTHER_ELEMENTS="${elements[round % 3]}" -DFREEKV_DEVICE_SEEDS="$((round % 4 + 1))" -DFREEKV_DEVICE_ARCHITECTURES=$architecture -DFREEKV_TESTED_ELSEWHERE="$elsewhere" -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL" -DFREEKV_BENCH=$((round % 2))
+# On devices policies that are chosen at run time, or engines' pipelines.
+chosen=ON engine=
+((round % 2 == 0)) || chosen=OFF engine='streaming_llm;freekv_paper'
+configure ci -DFREEKV_ROUND="$round" -DFREEKV_HEAD_DIMS="64;${head_dims[round % 5]}" -DFREEKV_OTHER_ELEMENTS="${elements[round % 3]}" -DFREEKV_DEVICE_SEEDS="$((round % 4 + 1))" -DFREEKV_DEVICE_ARCHITECTURES=$architecture -DFREEKV_TESTED_ELSEWHERE="$elsewhere" -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL" -DFREEKV_BENCH=$((round % 2)) -DFREEKV_DEVICE_PIPELINES=$chosen -DFREEKV_ENGINE_METHODS="$engine"
 device='^(cuda|headers\.nvcc)'
 say "Building the host's pipelines, which device code is compared with ($((SECONDS - started)) s so far)"
 cmake --build --preset ci -j "$jobs" --target freekv_examples >&2
