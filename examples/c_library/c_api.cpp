@@ -453,9 +453,10 @@ freekv_status freekv_queue_tables(freekv_step* step, int32_t layer, const freekv
   return with_step(step, "queue_tables: step",
                    [&](c::pipeline& p) { p.queue_tables(layer, c::taken(tables, "tables")); });
 }
-freekv_status freekv_most_blocks(freekv_pipeline* pipeline, int32_t layer, int32_t rows, int32_t* blocks) {
+freekv_status freekv_most_blocks(freekv_pipeline* pipeline, int32_t layer, int32_t rows, int32_t block_tokens,
+                                 int32_t* blocks) {
   return with_pipeline(pipeline, "most_blocks: pipeline", [&](c::pipeline& p) {
-    required(blocks, "most_blocks: blocks") = p.most_blocks(layer, rows);
+    required(blocks, "most_blocks: blocks") = p.most_blocks(layer, rows, block_tokens);
   });
 }
 freekv_status freekv_paged_kv(freekv_pipeline* pipeline, int32_t layer, freekv_engine_blocks* kv) {

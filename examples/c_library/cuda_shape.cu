@@ -72,6 +72,7 @@ class on_a_device final : public retrieving<Shape, device_methods, cuda_backend>
     this->step_.queue_tables(layer, device::block_tables{.rows = rows_of(to.rows, "queue_tables"),
                                                          .sequences = to.sequences,
                                                          .max_blocks = to.max_blocks,
+                                                         .block_tokens = to.block_tokens,
                                                          .blocks = to.blocks,
                                                          .seq_lens = to.seq_lens,
                                                          .block_counts = to.block_counts,
@@ -79,8 +80,8 @@ class on_a_device final : public retrieving<Shape, device_methods, cuda_backend>
                                                          .indices = to.indices,
                                                          .last_page_len = to.last_page_len});
   }
-  int most_blocks(int layer, std::int32_t rows) const override {
-    return this->pipeline_.most_blocks(layer, rows_of(rows, "most_blocks"));
+  int most_blocks(int layer, std::int32_t rows, int block_tokens) const override {
+    return this->pipeline_.most_blocks(layer, rows_of(rows, "most_blocks"), block_tokens);
   }
   freekv_engine_blocks paged_kv(int layer) const override {
     const auto kv = this->pipeline_.paged_kv(layer);

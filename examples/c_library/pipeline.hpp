@@ -57,7 +57,7 @@ class pipeline {
   virtual bool plan(std::span<const step_input>) { throw of_a_device("plan"); }
   virtual void wait() { throw of_a_device("wait"); }
   virtual void queue_tables(int, const freekv_block_tables&) { throw of_a_device("queue_tables"); }
-  virtual int most_blocks(int, std::int32_t) const { throw of_a_device("most_blocks"); }
+  virtual int most_blocks(int, std::int32_t, int) const { throw of_a_device("most_blocks"); }
   virtual freekv_engine_blocks paged_kv(int) const { throw of_a_device("paged_kv"); }
 
  private:

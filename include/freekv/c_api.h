@@ -418,13 +418,14 @@ typedef enum freekv_table_rows {
 } freekv_table_rows;
 
 /* Tables in memory of the device, written in place; what is NULL is not asked for. Blocks are in the order of
- * their tokens, all of them full but the last. */
+ * their tokens, all of them full but the last: pages by their numbers in freekv_paged_kv or, with
+ * block_tokens, as many rows of token_stride elements from the first key and value on. */
 typedef struct freekv_block_tables {
   size_t size;
   int32_t rows;           /* freekv_table_rows */
   int32_t sequences;      /* of the batch, at least the step's */
   int32_t max_blocks;     /* of a row, at least freekv_most_blocks */
-  int32_t reserved;       /* 0 */
+  int32_t block_tokens;   /* of a block, a divisor of a page's tokens or a unit's; 0: a page's */
   int32_t* blocks;        /* (rows, max_blocks); -1 behind a row's */
   int32_t* seq_lens;      /* (rows): tokens in a row's blocks */
   int32_t* block_counts;  /* (rows) */
@@ -437,9 +438,10 @@ typedef struct freekv_block_tables {
  * the compute stream that tables of what the step's decode rows attend to are written. Usage_error. */
 FREEKV_API freekv_status freekv_queue_tables(freekv_step* step, int32_t layer,
                                              const freekv_block_tables* tables);
-/* Blocks that a row of a layer's tables has at most. Usage_error for rows that the layer has no table of. */
+/* Blocks of `block_tokens` tokens, or pages where that is 0, that a row of a layer's tables has at most.
+ * Usage_error for rows or blocks that the layer has no table of. */
 FREEKV_API freekv_status freekv_most_blocks(freekv_pipeline* pipeline, int32_t layer, int32_t rows,
-                                            int32_t* blocks);
+                                            int32_t block_tokens, int32_t* blocks);
 /* Tensors whose blocks a layer's tables list, without ids. The engine does not write there. Usage_error. */
 FREEKV_API freekv_status freekv_paged_kv(freekv_pipeline* pipeline, int32_t layer, freekv_engine_blocks* kv);
 

@@ -405,7 +405,7 @@ static void usage_errors(freekv_backend* backend) {
   MISUSED(freekv_plan(p, &odd, 1, &t), "plan: phase 2");
   MISUSED(freekv_wait(p), "wait: the backend is the host's");
   MISUSED(freekv_queue_tables(step, 0, &tables), "queue_tables: the backend is the host's");
-  MISUSED(freekv_most_blocks(p, 0, FREEKV_BY_HEAD, &t), "most_blocks: the backend is the host's");
+  MISUSED(freekv_most_blocks(p, 0, FREEKV_BY_HEAD, 0, &t), "most_blocks: the backend is the host's");
   MISUSED(freekv_paged_kv(p, 0, &kv), "paged_kv: the backend is the host's");
   OK(freekv_reserve(p, &row, 1)); /* which the host has too */
   MISUSED(freekv_reserve(p, twice, 2), "listed twice");

@@ -362,11 +362,14 @@ static void tables(cudaStream_t compute, cudaStream_t recall) {
   OK(freekv_open(on.p, &s.id));
   step_of(&on, one, 1, 60, FREEKV_PREFILL);
   step_of(&on, one, 1, 1, FREEKV_DECODE);
-  OK(freekv_most_blocks(on.p, layer, FREEKV_BY_HEAD, &most));
+  OK(freekv_most_blocks(on.p, layer, FREEKV_BY_HEAD, 0, &most));
   CHECK(most > 6 && most <= room);
-  CHECK(freekv_most_blocks(on.p, layer, FREEKV_ALL_HEADS, &most) == FREEKV_USAGE_ERROR &&
+  const int32_t pages = most;
+  OK(freekv_most_blocks(on.p, layer, FREEKV_BY_HEAD, page / 2, &most));
+  CHECK(most == 2 * pages && most <= room);
+  CHECK(freekv_most_blocks(on.p, layer, FREEKV_ALL_HEADS, 0, &most) == FREEKV_USAGE_ERROR &&
         SAYS("differ by head"));
-  CHECK(freekv_most_blocks(on.p, layer, 3, &most) == FREEKV_USAGE_ERROR && SAYS("rows is 3"));
+  CHECK(freekv_most_blocks(on.p, layer, 3, 0, &most) == FREEKV_USAGE_ERROR && SAYS("rows is 3"));
   CUDA(cudaHostAlloc((void**)&written, (room + 2) * kv_heads * sizeof(int32_t), cudaHostAllocMapped));
 
   const freekv_step_input row = {.sequence = s.id, .tokens = 1, .phase = FREEKV_DECODE};
@@ -407,6 +410,24 @@ static void tables(cudaStream_t compute, cudaStream_t recall) {
             ldexp((key & 1023) + (exponent > 0 ? 1024 : 0), (exponent > 0 ? exponent : 1) - 25);
         CHECK(fabs((key >> 15 ? -size : size) - (double)keys[layer][head * d]) < 1e-3);
       }
+      /* Of halves of a page. */
+      there.block_tokens = page / 2;
+      OK(freekv_queue_tables(step, layer, &there));
+      CUDA(cudaStreamSynchronize(compute));
+      for (int head = 0; head < kv_heads; ++head) {
+        freekv_resident_table table = {.size = sizeof table};
+        freekv_engine_blocks kv = {0};
+        OK(freekv_table(step, layer, s.id, head, read, room, &table));
+        OK(freekv_paged_kv(on.p, layer, &kv));
+        CHECK(there.seq_lens[head] == table.tokens);
+        CHECK(there.block_counts[head] == (table.tokens + page / 2 - 1) / (page / 2));
+        for (int i = 0; i < there.block_counts[head]; ++i)
+          CHECK(written[head * room + i] ==
+                read[i / 2] * (kv.block_stride / (page / 2 * kv.token_stride)) + i % 2);
+      }
+      there.block_tokens = 3;
+      CHECK(freekv_queue_tables(step, layer, &there) == FREEKV_USAGE_ERROR && SAYS("choose a divisor of 8"));
+      there.block_tokens = 0;
       there.max_blocks = 1;
       CHECK(freekv_queue_tables(step, layer, &there) == FREEKV_USAGE_ERROR && SAYS("there is room for 1"));
     }

@@ -55,16 +55,18 @@ struct lent_tensor {
 };
 
 /// Attention by a block for each sequence and a thread for each query head, in double precision, by tables by
-/// head.
+/// head, of pages or of fewer tokens.
 __global__ void attend_by_table(paged_tensor<half> kv, device::block_tables tables, const float* queries,
                                 float scale, float* out) {
   const int nth = static_cast<int>(blockIdx.x), query_head = static_cast<int>(threadIdx.x),
             head = query_head / group, row = head * tables.sequences + nth;
   const float* const q = queries + (nth * query_heads + query_head) * head_dim;
+  const int tokens = tables.block_tokens == 0 ? page : tables.block_tokens;
+  const std::int64_t stride = tables.block_tokens == 0 ? kv.block_stride : tokens * kv.token_stride;
   double sum = 0.0, sums[head_dim] = {};
   for (int t = 0; t < tables.seq_lens[row]; ++t) {
-    const std::int64_t at = tables.blocks[row * tables.max_blocks + t / page] * kv.block_stride +
-                            t % page * kv.token_stride + head * kv.head_stride;
+    const std::int64_t at = tables.blocks[row * tables.max_blocks + t / tokens] * stride +
+                            t % tokens * kv.token_stride + head * kv.head_stride;
     double score = 0.0;
     for (int i = 0; i < head_dim; ++i) score += double{q[i]} * double{to_float(kv.keys[at + i])};
     const double weight = exp(score * double{scale});
@@ -96,12 +98,18 @@ class device_engine final : public engine<cuda_backend> {
   }
   void attend(pipeline_type::step& step, int layer, const std::vector<part>& parts,
               const pinned<float>& queries, pinned<float>& out) override {
+    // Of every other layer in halves of a page.
+    const int block_tokens = layer % 2 == 0 ? 0 : page / 2, pieces = block_tokens == 0 ? 1 : 2;
     const int sequences = static_cast<int>(parts.size()),
-              most = pipeline().most_blocks(layer, table_rows::by_head);
+              most = pipeline().most_blocks(layer, table_rows::by_head, block_tokens);
     pinned<std::int32_t> blocks(to_size(kv_heads * sequences * most)), lengths(to_size(kv_heads * sequences));
-    const device::block_tables tables{
-        .sequences = sequences, .max_blocks = most, .blocks = blocks.data(), .seq_lens = lengths.data()};
+    const device::block_tables tables{.sequences = sequences,
+                                      .max_blocks = most,
+                                      .block_tokens = block_tokens,
+                                      .blocks = blocks.data(),
+                                      .seq_lens = lengths.data()};
     step.correct(layer);
+    if (block_tokens > 0) check_folded(step, layer, tables);
     step.queue_tables(layer, tables);
     results<float> attended(out.size());
     attend_by_table<<<sequences, query_heads, 0, compute_>>>(
@@ -110,14 +118,19 @@ class device_engine final : public engine<cuda_backend> {
     device::check(cudaGetLastError(), "attention by a table");
     pipeline().synchronize();
     results<std::int32_t> listed(pinned<std::int32_t>{});
+    const paged_tensor<half> kv = pipeline().paged_kv(layer);
+    const auto of_block =
+        static_cast<std::int32_t>(block_tokens == 0 ? 1 : kv.block_stride / (block_tokens * kv.token_stride));
     for (int head = 0; head < kv_heads; ++head)
       for (int i = 0; i < sequences; ++i) {
         std::vector<std::int32_t> read(to_size(most));
         const resident_table table = step.table(layer, parts[to_size(i)].id, head, read);
-        listed.host.insert(listed.host.end(), read.begin(), read.begin() + table.pages);
-        listed.host.push_back(table.tokens);
         const auto first = blocks.begin() + (head * sequences + i) * most;
-        listed.device.insert(listed.device.end(), first, first + table.pages);
+        for (int b = 0; b * (page / pieces) < table.tokens; ++b) {
+          listed.host.push_back(read[to_size(b / pieces)] * of_block + b % pieces);
+          listed.device.push_back(first[b]);
+        }
+        listed.host.push_back(table.tokens);
         listed.device.push_back(lengths[to_size(head * sequences + i)]);
       }
     checks_.equal("tables that the host reads, of layer " + std::to_string(layer), listed);
@@ -125,6 +138,20 @@ class device_engine final : public engine<cuda_backend> {
     pipeline().synchronize();
     attended.host = out;
     checks_.close("attention by tables, of layer " + std::to_string(layer), attended, 40);
+  }
+
+  /// Tables of folded heads in halves of a page are refused where a head's rows are no such halves.
+  void check_folded(pipeline_type::step& step, int layer, device::block_tables tables) {
+    const paged_tensor<half> kv = pipeline().paged_kv(layer);
+    tables.rows = table_rows::folded;
+    results<std::int32_t> refused(1);
+    refused.host[0] = kv.head_stride % (tables.block_tokens * kv.token_stride) != 0;
+    try {
+      step.queue_tables(layer, tables);
+    } catch (const usage_error& e) {
+      refused.device[0] = std::string(e.what()).find("has a head_stride of") != std::string::npos;
+    }
+    checks_.equal("refusal of folded heads in halves of a page", refused);
   }
 
   cudaStream_t compute_;

@@ -13,17 +13,16 @@ using namespace freekv;
 using namespace freekv::detail;
 using device::table_rows;
 
-constexpr int head_dim = 64, query_heads = 6, kv_heads = 2, group = query_heads / kv_heads, layers = 3,
-              page = 8;
-constexpr int batch = 4, max_tokens = 120, prompt_rows = 80, sink = 8, window = 16;
+constexpr int head_dim = 64, query_heads = 6, kv_heads = 2, group = query_heads / kv_heads, layers = 3;
+constexpr int batch = 4;
 constexpr std::size_t key_row = kv_heads * head_dim, query_row = query_heads * head_dim;
 
 // The first layer keeps everything. By `top_p` heads have budgets of their own, as HARD-KV gives them: what
 // each attends to is then a request of its own length for a kernel that knows nothing of heads.
-template <class Selection>
-using pipeline_by =
-    retrieval_pipeline<kv_shape<half, head_dim>, cuda_backend, page_size<page>, layout_pair<hnd, hnd>, mean,
-                       Selection, cosine_drift, complete_first<1>, any_of<resident, in_place>>;
+template <class Selection, int Page, int Unit>
+using pipeline_by = retrieval_pipeline<kv_shape<half, head_dim>, cuda_backend, page_size<Page>, unit<Unit>,
+                                       layout_pair<hnd, hnd>, mean, Selection, cosine_drift,
+                                       complete_first<1>, any_of<resident, in_place>>;
 
 using freekv::to_size;
 
@@ -34,34 +33,46 @@ struct row_of_table {
   const std::int32_t* blocks;
   int count, tokens;
 };
-__device__ row_of_table read_row(const device::block_tables& t, form f, int row) {
+__device__ row_of_table read_row(const device::block_tables& t, form f, int row, int tokens) {
   if (f == form::ragged) {
     const int first = t.indptr[row], count = t.indptr[row + 1] - first;
-    return {t.indices + first, count, count == 0 ? 0 : (count - 1) * page + t.last_page_len[row]};
+    return {t.indices + first, count, count == 0 ? 0 : (count - 1) * tokens + t.last_page_len[row]};
   }
   const std::int32_t* const blocks = t.blocks + row * t.max_blocks;
-  if (f != form::until_minus_one) return {blocks, (t.seq_lens[row] + page - 1) / page, t.seq_lens[row]};
+  if (f != form::until_minus_one) return {blocks, (t.seq_lens[row] + tokens - 1) / tokens, t.seq_lens[row]};
   int count = 0;
   while (count < t.max_blocks && blocks[count] >= 0) ++count;
   return {blocks, count, t.block_counts[row] == count ? t.seq_lens[row] : -1};
 }
 
-/// Attention by a thread for each sequence and query head, in double precision. Folded heads are requests of
-/// a tensor of one head, whose pages are as far apart as heads are.
+/// The tensor whose blocks have a table's ids. Folded heads are requests of a tensor of one head, whose pages
+/// are as far apart as heads are; blocks of less than a page are as far apart as their rows.
+paged_tensor<half> tensor_of_ids(paged_tensor<half> kv, const device::block_tables& t) {
+  const bool folded = t.rows == table_rows::folded;
+  if (t.block_tokens > 0) {
+    kv.block_tokens = t.block_tokens;
+    kv.block_stride = t.block_tokens * kv.token_stride;
+  } else if (folded) {
+    kv.block_stride = kv.head_stride;
+  }
+  if (folded) kv.head_stride = 0;
+  return kv;
+}
+
+/// Attention by a thread for each sequence and query head, in double precision.
 __global__ void attend_by_table(paged_tensor<half> kv, device::block_tables tables, form f,
                                 const float* queries, float scale, float* out) {
   const int nth = static_cast<int>(blockIdx.x), query_head = static_cast<int>(threadIdx.x),
             head = query_head / group;
-  const bool folded = f == form::folded;
+  const int page = kv.block_tokens;
   const row_of_table row = read_row(tables, f,
-                                    f == form::united ? nth
-                                    : folded          ? nth * kv_heads + head
-                                                      : head * tables.sequences + nth);
+                                    f == form::united   ? nth
+                                    : f == form::folded ? nth * kv_heads + head
+                                                        : head * tables.sequences + nth,
+                                    page);
   const float* const q = queries + (nth * query_heads + query_head) * head_dim;
   const auto offset = [&](int t) {
-    const std::int64_t in_page = t % page * kv.token_stride;
-    if (folded) return row.blocks[t / page] * kv.head_stride + in_page;
-    return row.blocks[t / page] * kv.block_stride + in_page + head * kv.head_stride;
+    return row.blocks[t / page] * kv.block_stride + t % page * kv.token_stride + head * kv.head_stride;
   };
   double sum = 0.0, sums[head_dim] = {};
   for (int t = 0; t < row.tokens && row.count == (row.tokens + page - 1) / page; ++t) {
@@ -78,9 +89,10 @@ __global__ void attend_by_table(paged_tensor<half> kv, device::block_tables tabl
 
 /// A table and its memory, which both sides reach; spoiled before each step.
 struct table_memory {
-  table_memory(table_rows rows, int max_blocks)
+  table_memory(table_rows rows, int max_blocks, int tokens)
       : rows_of(rows),
         most(max_blocks),
+        block_tokens(tokens),
         blocks(to_size(rows_count()) * to_size(most)),
         seq_lens(to_size(rows_count())),
         block_counts(seq_lens.size()),
@@ -93,6 +105,7 @@ struct table_memory {
     return {.rows = rows_of,
             .sequences = batch,
             .max_blocks = most,
+            .block_tokens = block_tokens,
             .blocks = blocks.data(),
             .seq_lens = seq_lens.data(),
             .block_counts = block_counts.data(),
@@ -106,7 +119,7 @@ struct table_memory {
   }
 
   table_rows rows_of;
-  int most;
+  int most, block_tokens;
   pinned<std::int32_t> blocks, seq_lens, block_counts, indptr, indices, last_page_len;
 };
 
@@ -131,24 +144,27 @@ struct history {
   int tokens() const { return static_cast<int>(keys[0].size() / key_row); }
 };
 
-template <class Selection>
+template <class Selection, int Page, int Unit>
 class engine {
-  using pipeline = pipeline_by<Selection>;
+  using pipeline = pipeline_by<Selection, Page, Unit>;
   static constexpr bool by_mass = selection_by_mass<Selection>;
+  static constexpr int page = Page, in_unit = Unit == 0 ? Page : Unit, sink = Page, window = 16;
+  static constexpr int max_tokens = 15 * Page;
 
  public:
-  engine(bool in_place_route, report& checks)
+  /// Tables of blocks of as many tokens, of pages where these are 0.
+  engine(bool in_place_route, int block_tokens, report& checks)
       : in_place_(in_place_route),
+        block_(block_tokens == 0 ? page : block_tokens),
         checks_(checks),
         backend_(compute_.get(), recall_.get()),
         pipeline_(settings(in_place_route), backend_, {&memory_, &memory_}) {
     for (int layer = 0; layer < layers; ++layer) {
-      const bool united = layer == 0 || in_place_route;
-      tables_.push_back({{table_rows::by_head, pipeline_.most_blocks(layer, table_rows::by_head)},
-                         {table_rows::folded, pipeline_.most_blocks(layer, table_rows::folded)}});
-      if (united)
-        tables_.back().emplace_back(table_rows::all_heads,
-                                    pipeline_.most_blocks(layer, table_rows::all_heads));
+      const bool united = (layer == 0 || in_place_route) && in_unit == page;
+      auto& of_layer = tables_.emplace_back();
+      for (const table_rows rows : {table_rows::by_head, table_rows::folded, table_rows::all_heads})
+        if (united || rows != table_rows::all_heads)
+          of_layer.emplace_back(rows, pipeline_.most_blocks(layer, rows, block_tokens), block_tokens);
     }
   }
   ~engine() {
@@ -231,10 +247,21 @@ class engine {
     expect("room for 1", [&] { step.queue_tables(0, few); });
     few.sequences = 0;
     expect("for 0 sequences", [&] { step.queue_tables(0, few); });
-    auto ragged = tables_[0][2].view();
-    ragged.indptr = tables_[0][2].indptr.data();
-    expect("no ragged form", [&] { step.queue_tables(0, ragged); });
+    auto odd = tables_[0][0].view();
+    odd.block_tokens = 3;
+    expect("blocks of 3 tokens; choose a divisor of", [&] { step.queue_tables(0, odd); });
     int expected = 4;
+    if (in_unit < page) {
+      expected += 2;
+      odd.block_tokens = 0;
+      expect("choose block_tokens of a unit at most", [&] { step.queue_tables(0, odd); });
+      expect("take one by head, of block_tokens", [&] { pipeline_.most_blocks(0, table_rows::all_heads); });
+    } else {
+      ++expected;
+      auto ragged = tables_[0][2].view();
+      ragged.indptr = tables_[0][2].indptr.data();
+      expect("no ragged form", [&] { step.queue_tables(0, ragged); });
+    }
     if (!in_place_) {
       ++expected;
       expect("pages that differ by head", [&] { pipeline_.most_blocks(1, table_rows::all_heads); });
@@ -283,9 +310,9 @@ class engine {
       for (table_memory& t : tables_[to_size(layer)]) step.queue_tables(layer, t.view());
       const paged_tensor<half> kv = pipeline_.paged_kv(layer);
       const auto attend = [&](table_memory& t, form f) {
-        attend_by_table<<<batch, query_heads, 0, compute_.get()>>>(kv, t.view(), f, r.queries.data(),
-                                                                   pipeline_.configuration().attention.scale,
-                                                                   r.by_table[static_cast<int>(f)].data());
+        attend_by_table<<<batch, query_heads, 0, compute_.get()>>>(
+            tensor_of_ids(kv, t.view()), t.view(), f, r.queries.data(),
+            pipeline_.configuration().attention.scale, r.by_table[static_cast<int>(f)].data());
         device::check(cudaGetLastError(), "attention by a table");
       };
       for (const form f : {form::dense, form::until_minus_one, form::ragged})
@@ -312,7 +339,7 @@ class engine {
                                                            : row % batch;
         const bool there = nth < static_cast<int>(of.size());
         const int n = there ? sequences_[to_size(of[to_size(nth)])].tokens() : 0;
-        ends.host.push_back(there ? (n - 1) % page + 1 : 0);
+        ends.host.push_back(there ? (n - 1) % block_ + 1 : 0);
         ends.device.push_back(t.last_page_len[to_size(row)]);
         ends.host.push_back(there);
         ends.device.push_back(t.block_counts[to_size(row)] > 0);
@@ -325,69 +352,74 @@ class engine {
     const auto& folded = tables_[to_size(layer)][1].block_counts;
     for (std::size_t nth = 0; nth < of.size(); ++nth)
       uneven_ += folded[nth * kv_heads] != folded[nth * kv_heads + 1];
-    compare_pages(layer, of, name);
+    compare_blocks(layer, of, name);
     if (tables_[to_size(layer)].size() > 2) compare_united(layer, of, r, name);
   }
-  /// Pages by head, in ascending order, are those that the report names; of slots, what is in them comes
-  /// later.
-  void compare_pages(int layer, const std::vector<int>& of, const std::string& name) {
+  /// Blocks by head, in ascending order, are those of the units that the report names; of slots, what is in
+  /// them comes later.
+  void compare_blocks(int layer, const std::vector<int>& of, const std::string& name) {
     if (layer > 0 && !in_place_) return;
-    const paged_tensor<half> kv = pipeline_.paged_kv(layer);
-    results<std::int32_t> pages(pinned<std::int32_t>{});
+    results<std::int32_t> blocks(pinned<std::int32_t>{});
     table_memory& t = tables_[to_size(layer)][0];
+    const paged_tensor<half> kv = tensor_of_ids(pipeline_.paged_kv(layer), t.view());
     for (int head = 0; head < kv_heads; ++head)
       for (std::size_t nth = 0; nth < of.size(); ++nth) {
         const history& h = sequences_[to_size(of[nth])];
-        const auto expected = pages_of(layer, h, head);
+        const auto expected = blocks_of(layer, h, head);
         const int row = head * batch + static_cast<int>(nth);
-        pages.host.insert(pages.host.end(), expected.begin(), expected.end());
+        blocks.host.insert(blocks.host.end(), expected.begin(), expected.end());
         for (int i = 0; i < t.block_counts[to_size(row)]; ++i)
-          pages.device.push_back(page_in(kv, t.blocks[to_size(row * t.most + i)], head, h.keys[layer]));
-        pages.device.resize(pages.host.size(), -1);
+          blocks.device.push_back(block_in(kv, t.blocks[to_size(row * t.most + i)], head, h.keys[layer]));
+        blocks.device.resize(blocks.host.size(), -1);
       }
-    checks_.equal("pages by head, " + name, pages);
+    checks_.equal("blocks by head, " + name, blocks);
   }
-  /// The page of a sequence whose first key is that of a block; -1: none.
-  static int page_in(const paged_tensor<half>& kv, int block, int head, const std::vector<half>& keys) {
+  /// The block of a sequence's tokens whose first key is that of a block of a table; -1: none.
+  static int block_in(const paged_tensor<half>& kv, int block, int head, const std::vector<half>& keys) {
     const half* const first = kv.keys + block * kv.block_stride + head * kv.head_stride;
-    for (int p = 0; to_size(p * page) * key_row < keys.size(); ++p)
-      if (std::memcmp(first, keys.data() + to_size(p * page) * key_row + head * head_dim,
+    for (int b = 0; to_size(b * kv.block_tokens) * key_row < keys.size(); ++b)
+      if (std::memcmp(first, keys.data() + to_size(b * kv.block_tokens) * key_row + head * head_dim,
                       head_dim * sizeof(half)) == 0)
-        return p;
+        return b;
     return -1;
   }
-  std::vector<std::int32_t> pages_of(int layer, const history& h, int head) const {
-    const int n = h.tokens(), all = (n + page - 1) / page;
-    std::vector<std::int32_t> pages;
+  /// Blocks of a sequence's tokens that a head attends to.
+  std::vector<std::int32_t> blocks_of(int layer, const history& h, int head) const {
+    const int n = h.tokens();
+    std::vector<std::int32_t> blocks;
+    const auto add = [&](int first, int tokens) {
+      for (int t = first; t < std::min(first + tokens, n); t += block_) blocks.push_back(t / block_);
+    };
     if (layer == 0) {
-      for (int p = 0; p < all; ++p) pages.push_back(p);
-      return pages;
+      add(0, n);
+      return blocks;
     }
-    for (int p = 0; p < sink / page; ++p) pages.push_back(p);
+    add(0, sink);
     const step_report report = pipeline_.report(layer)[h.id];
     const auto of_head = report.attended.subspan(report.attended.size() / kv_heads * to_size(head));
-    for (int i = 0; i < report.attended_count[to_size(head)]; ++i) pages.push_back(of_head[to_size(i)]);
-    for (int p = std::max(sink / page, std::max(0, n - window) / page); p < all; ++p) pages.push_back(p);
-    return pages;
+    for (int i = 0; i < report.attended_count[to_size(head)]; ++i)
+      add(of_head[to_size(i)] * in_unit, in_unit);
+    add(std::max(sink, std::max(0, n - window) / page * page), n);
+    return blocks;
   }
-  /// Attention to every page that some head attends to.
+  /// Attention to every block that some head attends to.
   void compare_united(int layer, const std::vector<int>& of, const layer_step& r, const std::string& name) {
     results<float> out(of.size() * query_row);
     for (std::size_t nth = 0; nth < of.size(); ++nth) {
       const history& h = sequences_[to_size(of[nth])];
-      std::vector<std::int32_t> pages;
+      std::vector<std::int32_t> blocks;
       for (int head = 0; head < kv_heads; ++head) {
-        const auto more = pages_of(layer, h, head);
-        pages.insert(pages.end(), more.begin(), more.end());
+        const auto more = blocks_of(layer, h, head);
+        blocks.insert(blocks.end(), more.begin(), more.end());
       }
-      std::sort(pages.begin(), pages.end());
-      pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+      std::sort(blocks.begin(), blocks.end());
+      blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
       for (int query_head = 0; query_head < query_heads; ++query_head) {
         const std::size_t at = nth * query_row + to_size(query_head * head_dim);
         double sum = 0.0;
         std::vector<double> sums(head_dim);
-        for (const int p : pages)
-          for (int t = p * page; t < std::min((p + 1) * page, h.tokens()); ++t) {
+        for (const int b : blocks)
+          for (int t = b * block_; t < std::min((b + 1) * block_, h.tokens()); ++t) {
             const std::size_t row = to_size(t) * key_row + to_size(query_head / group * head_dim);
             double score = 0.0;
             for (std::size_t i = 0; i < head_dim; ++i)
@@ -407,6 +439,7 @@ class engine {
   }
 
   bool in_place_;
+  int block_;
   report& checks_;
   random_numbers random_{5};
   device::owned_stream compute_, recall_;
@@ -422,15 +455,17 @@ class engine {
 
 /// Steps that are begun, and captured ones; false if what is to be refused is not, or if budgets by head have
 /// been alike.
-template <class Selection>
-bool run_all(bool in_place_route, report& checks, const std::string& what) {
-  engine<Selection> run(in_place_route, checks);
-  run.open(70);
-  run.open(41);
+template <class Selection, int Page = 8, int Unit = 0>
+bool run_all(bool in_place_route, int block_tokens, report& checks, const std::string& of_what) {
+  const std::string what =
+      of_what + (block_tokens == 0 ? "" : "blocks of " + std::to_string(block_tokens) + ", ");
+  engine<Selection, Page, Unit> run(in_place_route, block_tokens, checks);
+  run.open(70 * Page / 8);
+  run.open(41 * Page / 8);
   const auto steps = [&](const std::string& name) {
     for (const std::vector<int>& of : {std::vector{0, 1}, {1}, {1, 0}, {0, 2, 1}}) run.step(of, what + name);
   };
-  run.open(prompt_rows);
+  run.open(10 * Page);
   steps("begun");
   run.capture();
   const int before = run.uneven();
@@ -450,8 +485,12 @@ int main() {
   report checks;
   bool all_right = true;
   for (const bool in_place_route : {false, true}) {
-    all_right = run_all<top_k>(in_place_route, checks, "") && all_right;
-    all_right = run_all<top_p>(in_place_route, checks, "budgets by head, ") && all_right;
+    for (const int block_tokens : {0, 4})
+      all_right = run_all<top_k>(in_place_route, block_tokens, checks, "") && all_right;
+    for (const int block_tokens : {2, 8})
+      all_right =
+          run_all<top_p, 16, 8>(in_place_route, block_tokens, checks, "budgets by head, units of 8, ") &&
+          all_right;
   }
   return checks.finish() == 0 && all_right ? 0 : 1;
 }

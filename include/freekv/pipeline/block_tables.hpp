@@ -18,18 +18,24 @@
 
 namespace freekv::detail {
 
-/// Checks that a layer's heads attend to whole pages, each the same for all query heads of a KV head. Throws
-/// usage_error.
+/// Checks that what a layer's heads attend to begins where a page or a unit does, and is the same for all
+/// query heads of a KV head. Throws usage_error.
 template <class State>
-[[gnu::cold]] void expect_whole_pages(const State& s, const std::string& where) {
+[[gnu::cold]] void expect_whole_units(const State& s, const std::string& where) {
   if (s.mask_words > 0)
     throw usage_error(
         where + " selects for each query head, and a table is for all that share a KV head; attend here");
   if (s.sliding_window > 0)
     throw usage_error(where + " has a sliding window, which begins inside a page; attend here");
+}
+
+/// Checks that heads attend to whole pages besides. Throws usage_error.
+template <class State>
+[[gnu::cold]] void expect_whole_pages(const State& s, const std::string& where, const char* remedy) {
+  expect_whole_units(s, where);
   if (s.units_per_page > 1)
     throw usage_error(where + " selects units of " + std::to_string(s.unit.tokens) +
-                      " tokens, and a table has whole pages; attend here");
+                      " tokens, and this table has whole pages; " + remedy);
 }
 
 /// The entry of a sequence whose table is asked for, with `room` for its blocks. Throws usage_error.
@@ -38,7 +44,7 @@ template <class State>
                                                 sequence_id id, std::size_t room) {
   const std::string where = "table: layer " + std::to_string(s.layer);
   if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
-  expect_whole_pages(s, where);
+  expect_whole_pages(s, where, "attend here");
   if (room < to_size(s.slots.total()))
     throw usage_error(where + " has " + std::to_string(s.slots.total()) +
                       " slots a sequence, and there is room for " + std::to_string(room));
@@ -99,43 +105,91 @@ void expect_prompt_tables(std::span<const paged_blocks<const In>> rows,
   }
 }
 
-/// Blocks of a row of a device's table at most. Throws usage_error for rows that the layer has no table of.
-template <class State, class Settings, class Rows>
-int most_blocks(const State& s, const Settings& settings, Rows rows) {
-  if (rows == Rows::all_heads && s.keeps_slots)
-    throw usage_error(
-        "most_blocks: layer " + std::to_string(s.layer) +
-        " has a slot for pages that differ by head, and no table is for all of them; take one by head");
-  if (settings.any_complete(s.layer)) return s.max_pages;
-  const int most = settings.entries_within(s.layer);
-  return rows == Rows::all_heads ? std::min(s.max_pages, most + (s.heads.kv - 1) * s.max_selected) : most;
-}
 /// Tensor whose blocks a device's tables list, by their ids.
 template <class State>
 paged_tensor<typename State::element> paged_kv(const State& s) {
   return s.keeps_slots ? s.blocks.tensor : tensor_of<typename State::element>(s.store);
 }
 
-/// A device's tables `to`, as wide and as many as `entries` sequences need. Throws usage_error.
+/// Blocks of a row of a device's table at most, of `block_tokens` tokens each, or pages where these are 0.
+/// Throws usage_error for tables that there are none of in the layer.
+template <class State, class Settings, class Rows>
+int most_blocks(const State& s, const Settings& settings, Rows rows, int block_tokens, const char* who) {
+  const std::string where = std::string(who) + ": layer " + std::to_string(s.layer);
+  const bool united = rows == Rows::all_heads;
+  if (united && s.keeps_slots)
+    throw usage_error(
+        where +
+        " has a slot for pages that differ by head, and no table is for all of them; take one by head");
+  if (block_tokens == 0 || united)
+    expect_whole_pages(s, where,
+                       united ? "take one by head, of block_tokens of such units at most"
+                              : "choose block_tokens of a unit at most");
+  if (block_tokens < 0 || (block_tokens > 0 && s.unit.tokens % block_tokens != 0))
+    throw usage_error(where + ": blocks of " + std::to_string(block_tokens) +
+                      " tokens; choose a divisor of " + std::to_string(s.unit.tokens) +
+                      ", which are selected together, or 0 for whole pages");
+  const auto blocks_of = [&](int tokens) { return block_tokens == 0 ? 1 : tokens / block_tokens; };
+  const int of_page = blocks_of(s.page.tokens), all = s.max_pages * of_page;
+  if (settings.any_complete(s.layer)) return all;
+  const int most = (settings.entries_within(s.layer) - s.max_selected) * of_page +
+                   s.max_selected * blocks_of(s.unit.tokens);
+  return united ? std::min(all, most + (s.heads.kv - 1) * s.max_selected * of_page) : most;
+}
+
+/// Ids of blocks of a device's tables: `block * by_block + head * by_head + row / tokens`, of a row of one of
+/// the layer's blocks.
+struct table_ids {
+  int tokens = 0;
+  std::int64_t by_block = 1, by_head = 0;
+};
+
+/// The ids that tables of a layer have. Throws usage_error where its blocks are not what they count.
+template <class State, class Tables>
+[[gnu::cold]] table_ids ids_of_table(const State& s, const Tables& to, const std::string& where) {
+  const auto kv = paged_kv(s);
+  const bool folds = to.rows == std::remove_cvref_t<decltype(to.rows)>::folded;
+  if (to.block_tokens == 0) {
+    if (folds && kv.block_stride != s.heads.kv * kv.head_stride)
+      throw usage_error(where +
+                        " has blocks whose heads are not pages of their own; take layout hnd for them");
+    return {s.page.tokens, folds ? s.heads.kv : 1, folds ? 1 : 0};
+  }
+  const std::int64_t piece = to.block_tokens * kv.token_stride;
+  const auto in_pieces = [&](const char* name, std::int64_t stride) {
+    if (stride % piece != 0)
+      throw usage_error(where + " has a " + name + " of " + std::to_string(stride) +
+                        " elements, no multiple of " + std::to_string(piece) + ", those of " +
+                        std::to_string(to.block_tokens) +
+                        " tokens, which ids would count; take a layout of such blocks, or whole pages");
+    return stride / piece;
+  };
+  return {to.block_tokens, in_pieces("block_stride", kv.block_stride),
+          folds ? in_pieces("head_stride", kv.head_stride) : 0};
+}
+
+/// A device's tables `to`, as wide and as many as `entries` sequences need: the ids that they have. Throws
+/// usage_error.
 template <class State, class Settings, class Tables>
-[[gnu::cold]] void expect_tables(const State& s, const Settings& settings, int entries, const Tables& to) {
+[[gnu::cold]] table_ids expect_tables(const State& s, const Settings& settings, int entries,
+                                      const Tables& to) {
   using rows = std::remove_cvref_t<decltype(to.rows)>;
   const std::string where = "queue_tables: layer " + std::to_string(s.layer);
-  expect_whole_pages(s, where);
+  expect_whole_units(s, where);
   if (!s.keeps_slots && s.encoded)
     throw usage_error(where + " keeps its pages encoded; attend here, or keep slots");
   if (s.keeps_slots && settings.any_complete(s.layer))
     throw usage_error(where + " has heads that keep everything, in the store, beside slots; attend here");
-  if (const auto kv = paged_kv(s); to.rows == rows::folded && kv.block_stride != s.heads.kv * kv.head_stride)
-    throw usage_error(where + " has blocks whose heads are not pages of their own; take layout hnd for them");
   if (to.rows == rows::all_heads && (to.indptr != nullptr || to.indices != nullptr))
     throw usage_error(where + ": a table of all heads has rows of max_blocks, and no ragged form");
   if (to.sequences < entries)
     throw usage_error(where + ": tables are for " + std::to_string(to.sequences) +
                       " sequences, and there are " + std::to_string(entries));
-  if (const int most = most_blocks(s, settings, to.rows); to.max_blocks < most)
+  if (const int most = most_blocks(s, settings, to.rows, to.block_tokens, "queue_tables");
+      to.max_blocks < most)
     throw usage_error(where + ": a row has " + std::to_string(most) +
                       " blocks at most, and there is room for " + std::to_string(to.max_blocks));
+  return ids_of_table(s, to, where);
 }
 
 }  // namespace freekv::detail

@@ -130,14 +130,19 @@ struct layer_state : selection_state {
       return selected_slice(sequence, selected_slot_of(sequence, head, pages, i), head);
     return rows_behind(block_slice(sequence, slot_of_page(pages, i), head), pages.range(i).first);
   }
-  /// Block that entry i of a head's list is in, for a table of whole pages: of the layer's slots, or of the
-  /// store where there are none.
+  /// Block that entry i of a head's list is in, for a table: of the layer's slots, or of the store where
+  /// there are none.
   FREEKV_HD std::int64_t block_attended(int sequence, int head, const attention_list& pages, int i) const {
     if (!keeps_slots) return number_of(store_page(sequence, pages.page(i)));
     const slot_id slot = pages.is_selected(i)
                              ? slots.selected_slot(selected_slot_of(sequence, head, pages, i))
                              : slot_of_page(pages, i);
     return blocks.id(block(sequence, slot));
+  }
+  /// Row of that block which the entry begins at.
+  FREEKV_HD int row_attended(int sequence, int head, const attention_list& pages, int i) const {
+    return keeps_slots && pages.is_selected(i) ? first_row_of(selected_slot_of(sequence, head, pages, i))
+                                               : pages.range(i).first;
   }
 };
 

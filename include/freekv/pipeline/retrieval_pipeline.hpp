@@ -355,12 +355,13 @@ class basic_retrieval_pipeline {
     detail::slot_budget(core_).reserve(rows);
   }
 
-  /// Blocks of a row of the tables that `queue_tables` writes at most. Throws usage_error for rows that the
-  /// layer has no table of.
+  /// Blocks of a row of the tables that `queue_tables` writes at most, of `block_tokens` tokens each, or
+  /// whole pages where these are 0. Throws usage_error for rows or blocks that the layer has no table of.
   template <class Rows>
   requires device_stages<stages>
-  int most_blocks(int layer, Rows rows) const {
-    return detail::most_blocks(core_.layer_of(layer, "most_blocks"), core_.settings, rows);
+  int most_blocks(int layer, Rows rows, int block_tokens = 0) const {
+    return detail::most_blocks(core_.layer_of(layer, "most_blocks"), core_.settings, rows, block_tokens,
+                               "most_blocks");
   }
   /// Blocks that tables list: keys, values and strides in elements. The engine does not write there.
   paged_tensor<element> paged_kv(int layer) const requires device_stages<stages> {

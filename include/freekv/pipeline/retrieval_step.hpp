@@ -202,10 +202,10 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
     core_type& core = this->of("queue_tables");
     const state& s = layer_in(core, layer, "queue_tables", detail::layer_progress::corrected,
                               detail::layer_progress::corrected);
-    detail::expect_tables(s, core.settings,
-                          core.in_capture ? core.step.bounds.entries : static_cast<int>(core.entries.size()),
-                          to);
-    core.stages().write_tables(s, core.step, to);
+    const detail::table_ids ids = detail::expect_tables(
+        s, core.settings, core.in_capture ? core.step.bounds.entries : static_cast<int>(core.entries.size()),
+        to);
+    core.stages().write_tables(s, core.step, to, ids);
   }
 
   /// Queues selection and recall for the next step, once an engine's own kernel has attended.

@@ -288,9 +288,9 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     with_codec(s, [&](const auto& codec) { launch_unit_log_masses(s, codec, step, queries, to, compute()); });
   }
   /// Tables of what decode rows attend to.
-  void write_tables(const State& s, const step_view& step, const block_tables& to) {
+  void write_tables(const State& s, const step_view& step, const block_tables& to, const table_ids& ids) {
     const trace_range range("freekv write tables", s.layer);
-    launch_tables(s, step, to, compute());
+    launch_tables(s, step, to, ids, compute());
   }
 
   /// Queues a copy on the compute stream between memory of the device and any other.
