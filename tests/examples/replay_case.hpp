@@ -1,7 +1,9 @@
 // Traces and settings for freekv-replay, and what the float64 oracle says the program must answer.
 #pragma once
 
+#include <algorithm>
 #include <functional>
+#include <iterator>
 #include <optional>
 #include <sstream>
 #include <utility>
@@ -351,6 +353,11 @@ inline replay_case random_replay(std::uint64_t seed) {
   if (c.correction.value_or(policies.correction) == "mass_deficit" &&
       c.rows.value_or(policies.rows) == "per_query_head")
     c.rows = "per_layer";
+  const auto& shapes = freekv::examples::compiled_shapes;
+  if (std::none_of(std::begin(shapes), std::end(shapes), [&](const auto& shape) {
+        return shape.element == element_of(c.kept_dtype()) && shape.head_dim == o.head_dim;
+      }))
+    o.head_dim = shapes[0].head_dim;  // which has every element
   fill_trace(c);
   return c;
 }
