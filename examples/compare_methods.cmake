@@ -1,7 +1,11 @@
 # Compiles compare_methods.cpp for one method after the other, runs it and prints its row with the seconds that compiling took:
 #   cmake -DCOMPILE="g++;-std=c++20;-O2;-I..." -DSOURCE=compare_methods.cpp -DPROGRAM=$PWD/one -P compare_methods.cmake
+cmake_policy(VERSION 3.24)
 set(rows "method                  error  KB recalled  compile s\n")
 foreach(method full streaming_llm quest arkvale freekv_paper freekv_chunk_means)
+  if(METHODS AND NOT method IN_LIST METHODS)
+    continue()
+  endif()
   string(TIMESTAMP before "%s%f")
   execute_process(COMMAND ${COMPILE} -DMETHODS=${method} ${SOURCE} -o ${PROGRAM} COMMAND_ERROR_IS_FATAL ANY)
   string(TIMESTAMP after "%s%f")

@@ -421,9 +421,9 @@ static void tables(cudaStream_t compute, cudaStream_t recall) {
         OK(freekv_paged_kv(on.p, layer, &kv));
         CHECK(there.seq_lens[head] == table.tokens);
         CHECK(there.block_counts[head] == (table.tokens + page / 2 - 1) / (page / 2));
-        for (int i = 0; i < there.block_counts[head]; ++i)
-          CHECK(written[head * room + i] ==
-                read[i / 2] * (kv.block_stride / (page / 2 * kv.token_stride)) + i % 2);
+        for (int b = 0; b < there.block_counts[head]; ++b)
+          CHECK(written[head * room + b] ==
+                read[b / 2] * (kv.block_stride / (page / 2 * kv.token_stride)) + b % 2);
       }
       there.block_tokens = 3;
       CHECK(freekv_queue_tables(step, layer, &there) == FREEKV_USAGE_ERROR && SAYS("choose a divisor of 8"));

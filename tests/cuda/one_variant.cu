@@ -87,7 +87,7 @@ void attend_by_both(const state& s, const device::step_view& step,
 
 // Tables for an engine's own kernel.
 void list_attended(const state& s, const device::step_view& step) {
-  device::launch_tables(s, step, {}, nullptr);
+  device::launch_tables(s, step, {}, {}, nullptr);
 }
 
 // What a store that is encoded takes beside it.
