@@ -63,22 +63,25 @@ std::string joined(const std::string& list, const std::string& entry) {
 
 std::string sentence_of_missing(data_type element, int head_dim, const compiled_lists& lists) {
   const std::string name = name_of(element);
-  const std::string sentence = "head_dim " + std::to_string(head_dim) + " of type " + name +
-                               " is not among the shapes compiled in (" + lists.head_dims +
-                               " in FREEKV_HEAD_DIMS, " + lists.elements + " in FREEKV_ELEMENTS)";
+  const std::string sentence =
+      "head_dim " + std::to_string(head_dim) + " of type " + name + " is not among the shapes compiled in (" +
+      lists.head_dims + " in FREEKV_HEAD_DIMS, " + lists.elements + " in FREEKV_ELEMENTS" +
+      (lists.other_elements.empty() ? "" : ", " + lists.other_elements + " in FREEKV_OTHER_ELEMENTS") + ")";
   if (head_dim < 8 || head_dim > 256 || head_dim % 8 != 0)
     return sentence + " and cannot be; take a multiple of 8 from 8 to 256";
   const std::string folder = "'" + lists.build_folder + "'";
   return sentence +
          "; add it: cmake '-DFREEKV_HEAD_DIMS=" + joined(lists.head_dims, std::to_string(head_dim)) +
-         "' '-DFREEKV_ELEMENTS=" + joined(lists.elements, name) + "' " + folder + " && cmake --build " +
-         folder;
+         "' '-DFREEKV_ELEMENTS=" + joined(lists.elements, name) +
+         (lists.other_elements.empty() ? "' " : "' '-DFREEKV_OTHER_ELEMENTS=' ") + folder +
+         " && cmake --build " + folder;
 }
 
 void check_compiled(data_type element, int head_dim) {
   (void)name_of(element);
   if (find_compiled(element, head_dim) == nullptr)
-    throw choice_error(sentence_of_missing(element, head_dim, {head_dims_list, elements_list, build_folder}));
+    throw choice_error(sentence_of_missing(
+        element, head_dim, {head_dims_list, elements_list, other_elements_list, build_folder}));
 }
 
 std::optional<file_store_options> store_file_of(const pipeline_options& o) {

@@ -144,7 +144,7 @@ void check_compiled(data_type element, int head_dim);
 
 /// What was compiled: lists as CMake has them, and the build folder.
 struct compiled_lists {
-  std::string head_dims, elements, build_folder;
+  std::string head_dims, elements, other_elements, build_folder;
 };
 /// The sentence for a shape that is not among those: it names them, and the command that adds it.
 std::string sentence_of_missing(data_type element, int head_dim, const compiled_lists& lists);

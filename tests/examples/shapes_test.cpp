@@ -13,7 +13,7 @@ using freekv::examples::sentence_of_missing;
 }  // namespace
 
 TEST_CASE("a shape that is not compiled in comes with the command that adds it", "[shapes]") {
-  const compiled_lists one{"64", "half", "/some where/build"};
+  const compiled_lists one{"64", "half", "", "/some where/build"};
   CHECK(sentence_of_missing(data_type::f16, 128, one) ==
         "head_dim 128 of type half is not among the shapes compiled in (64 in FREEKV_HEAD_DIMS, half in "
         "FREEKV_ELEMENTS); add it: cmake '-DFREEKV_HEAD_DIMS=64;128' '-DFREEKV_ELEMENTS=half' '/some "
@@ -26,14 +26,17 @@ TEST_CASE("a shape that is not compiled in comes with the command that adds it",
   adds(data_type::bf16, 64, one, "'-DFREEKV_HEAD_DIMS=64' '-DFREEKV_ELEMENTS=half;bfloat16'");
   adds(data_type::f32, 8, one,
        "'-DFREEKV_HEAD_DIMS=64;8' '-DFREEKV_ELEMENTS=half;float'");  // 64 has no 8 in it
-  const compiled_lists some{"64;128", "float;bfloat16", "b"};
+  const compiled_lists some{"64;128", "float;bfloat16", "", "b"};
   adds(data_type::f16, 64, some, "'-DFREEKV_HEAD_DIMS=64;128' '-DFREEKV_ELEMENTS=float;bfloat16;half'");
   adds(data_type::bf16, 256, some, "'-DFREEKV_HEAD_DIMS=64;128;256' '-DFREEKV_ELEMENTS=float;bfloat16'");
+  const compiled_lists fewer{"64;128", "float;half", "half", "b"};
+  adds(data_type::f32, 128, fewer,
+       "'-DFREEKV_HEAD_DIMS=64;128' '-DFREEKV_ELEMENTS=float;half' '-DFREEKV_OTHER_ELEMENTS='");
 }
 
 TEST_CASE("a head_dim that cannot be compiled comes with those that can", "[shapes]") {
   for (const int head_dim : {-8, 0, 4, 12, 100, 264, 8192}) {
-    const std::string says = sentence_of_missing(data_type::f16, head_dim, {"64", "half", "b"});
+    const std::string says = sentence_of_missing(data_type::f16, head_dim, {"64", "half", "", "b"});
     CHECK_THAT(says, Catch::StartsWith("head_dim " + std::to_string(head_dim) + " of type half"));
     CHECK_THAT(says, Catch::Contains("multiple of 8 from 8 to 256") && !Catch::Contains("cmake"));
   }

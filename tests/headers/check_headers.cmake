@@ -1,5 +1,5 @@
 # Every header of FOLDER, or of its PARTS, or those in HEADERS, compiles alone with COMPILER, without a warning. nvcc makes PTX of
-# it. With a ROUND every fourth of them alone, others in each of four rounds.
+# it. With a ROUND every fourth of them alone, others in each of four.
 if(COMPILER MATCHES "nvcc")
   set(compile ${COMPILER} -std=c++20 -ptx -arch=sm_80 -o /dev/null -Werror all-warnings -Xcompiler=-Wall,-Wextra,-Wshadow -I${FOLDER})
 else()

@@ -18,36 +18,43 @@
 
 namespace freekv::detail {
 
+/// The error of a layer of which `who` has no such table.
+template <class State>
+[[gnu::cold]] usage_error no_table(const State& s, const char* who, const std::string& why) {
+  return usage_error(std::string(who) + ": layer " + std::to_string(s.layer) + why);
+}
+
 /// Checks that what a layer's heads attend to begins where a page or a unit does, and is the same for all
 /// query heads of a KV head. Throws usage_error.
 template <class State>
-[[gnu::cold]] void expect_whole_units(const State& s, const std::string& where) {
+void expect_whole_units(const State& s, const char* who) {
   if (s.mask_words > 0)
-    throw usage_error(
-        where + " selects for each query head, and a table is for all that share a KV head; attend here");
+    throw no_table(s, who,
+                   " selects for each query head, and a table is for all that share a KV head; attend here");
   if (s.sliding_window > 0)
-    throw usage_error(where + " has a sliding window, which begins inside a page; attend here");
+    throw no_table(s, who, " has a sliding window, which begins inside a page; attend here");
 }
 
-/// Checks that heads attend to whole pages besides. Throws usage_error.
+/// Checks that a layer's units are whole pages. Throws usage_error.
 template <class State>
-[[gnu::cold]] void expect_whole_pages(const State& s, const std::string& where, const char* remedy) {
-  expect_whole_units(s, where);
+void expect_whole_pages(const State& s, const char* who, const char* remedy) {
   if (s.units_per_page > 1)
-    throw usage_error(where + " selects units of " + std::to_string(s.unit.tokens) +
-                      " tokens, and this table has whole pages; " + remedy);
+    throw no_table(s, who,
+                   " selects units of " + std::to_string(s.unit.tokens) +
+                       " tokens, and this table has whole pages; " + remedy);
 }
 
 /// The entry of a sequence whose table is asked for, with `room` for its blocks. Throws usage_error.
 template <class State>
-[[gnu::cold]] const step_entry& entry_for_table(const State& s, const std::vector<step_entry>& entries,
-                                                sequence_id id, std::size_t room) {
-  const std::string where = "table: layer " + std::to_string(s.layer);
-  if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
-  expect_whole_pages(s, where, "attend here");
+const step_entry& entry_for_table(const State& s, const std::vector<step_entry>& entries, sequence_id id,
+                                  std::size_t room) {
+  if (!s.keeps_slots) throw no_table(s, "table", " keeps no slots; attend from the store");
+  expect_whole_units(s, "table");
+  expect_whole_pages(s, "table", "attend here");
   if (room < to_size(s.slots.total()))
-    throw usage_error(where + " has " + std::to_string(s.slots.total()) +
-                      " slots a sequence, and there is room for " + std::to_string(room));
+    throw no_table(s, "table",
+                   " has " + std::to_string(s.slots.total()) + " slots a sequence, and there is room for " +
+                       std::to_string(room));
   for (const step_entry& entry : entries)
     if (sequence_id{entry.sequence} == id && entry.phase == step_phase::decode && entry.tokens > 0)
       return entry;
@@ -115,20 +122,20 @@ paged_tensor<typename State::element> paged_kv(const State& s) {
 /// Throws usage_error for tables that there are none of in the layer.
 template <class State, class Settings, class Rows>
 int most_blocks(const State& s, const Settings& settings, Rows rows, int block_tokens, const char* who) {
-  const std::string where = std::string(who) + ": layer " + std::to_string(s.layer);
+  expect_whole_units(s, who);
   const bool united = rows == Rows::all_heads;
   if (united && s.keeps_slots)
-    throw usage_error(
-        where +
+    throw no_table(
+        s, who,
         " has a slot for pages that differ by head, and no table is for all of them; take one by head");
   if (block_tokens == 0 || united)
-    expect_whole_pages(s, where,
+    expect_whole_pages(s, who,
                        united ? "take one by head, of block_tokens of such units at most"
                               : "choose block_tokens of a unit at most");
   if (block_tokens < 0 || (block_tokens > 0 && s.unit.tokens % block_tokens != 0))
-    throw usage_error(where + ": blocks of " + std::to_string(block_tokens) +
-                      " tokens; choose a divisor of " + std::to_string(s.unit.tokens) +
-                      ", which are selected together, or 0 for whole pages");
+    throw no_table(s, who,
+                   ": blocks of " + std::to_string(block_tokens) + " tokens; choose a divisor of " +
+                       std::to_string(s.unit.tokens) + ", which are selected together, or 0 for whole pages");
   const auto blocks_of = [&](int tokens) { return block_tokens == 0 ? 1 : tokens / block_tokens; };
   const int of_page = blocks_of(s.page.tokens), all = s.max_pages * of_page;
   if (settings.any_complete(s.layer)) return all;
@@ -146,22 +153,22 @@ struct table_ids {
 
 /// The ids that tables of a layer have. Throws usage_error where its blocks are not what they count.
 template <class State, class Tables>
-[[gnu::cold]] table_ids ids_of_table(const State& s, const Tables& to, const std::string& where) {
+table_ids ids_of_table(const State& s, const Tables& to, const char* who) {
   const auto kv = paged_kv(s);
   const bool folds = to.rows == std::remove_cvref_t<decltype(to.rows)>::folded;
   if (to.block_tokens == 0) {
     if (folds && kv.block_stride != s.heads.kv * kv.head_stride)
-      throw usage_error(where +
-                        " has blocks whose heads are not pages of their own; take layout hnd for them");
+      throw no_table(s, who, " has blocks whose heads are not pages of their own; take layout hnd for them");
     return {s.page.tokens, folds ? s.heads.kv : 1, folds ? 1 : 0};
   }
   const std::int64_t piece = to.block_tokens * kv.token_stride;
   const auto in_pieces = [&](const char* name, std::int64_t stride) {
     if (stride % piece != 0)
-      throw usage_error(where + " has a " + name + " of " + std::to_string(stride) +
-                        " elements, no multiple of " + std::to_string(piece) + ", those of " +
-                        std::to_string(to.block_tokens) +
-                        " tokens, which ids would count; take a layout of such blocks, or whole pages");
+      throw no_table(s, who,
+                     std::string(" has a ") + name + " of " + std::to_string(stride) +
+                         " elements, no multiple of " + std::to_string(piece) + ", those of " +
+                         std::to_string(to.block_tokens) +
+                         " tokens, which ids would count; take a layout of such blocks, or whole pages");
     return stride / piece;
   };
   return {to.block_tokens, in_pieces("block_stride", kv.block_stride),
@@ -171,25 +178,25 @@ template <class State, class Tables>
 /// A device's tables `to`, as wide and as many as `entries` sequences need: the ids that they have. Throws
 /// usage_error.
 template <class State, class Settings, class Tables>
-[[gnu::cold]] table_ids expect_tables(const State& s, const Settings& settings, int entries,
-                                      const Tables& to) {
+table_ids expect_tables(const State& s, const Settings& settings, int entries, const Tables& to) {
   using rows = std::remove_cvref_t<decltype(to.rows)>;
-  const std::string where = "queue_tables: layer " + std::to_string(s.layer);
-  expect_whole_units(s, where);
+  const char* who = "queue_tables";
+  const int most = most_blocks(s, settings, to.rows, to.block_tokens, who);
   if (!s.keeps_slots && s.encoded)
-    throw usage_error(where + " keeps its pages encoded; attend here, or keep slots");
+    throw no_table(s, who, " keeps its pages encoded; attend here, or keep slots");
   if (s.keeps_slots && settings.any_complete(s.layer))
-    throw usage_error(where + " has heads that keep everything, in the store, beside slots; attend here");
+    throw no_table(s, who, " has heads that keep everything, in the store, beside slots; attend here");
   if (to.rows == rows::all_heads && (to.indptr != nullptr || to.indices != nullptr))
-    throw usage_error(where + ": a table of all heads has rows of max_blocks, and no ragged form");
+    throw no_table(s, who, ": a table of all heads has rows of max_blocks, and no ragged form");
   if (to.sequences < entries)
-    throw usage_error(where + ": tables are for " + std::to_string(to.sequences) +
-                      " sequences, and there are " + std::to_string(entries));
-  if (const int most = most_blocks(s, settings, to.rows, to.block_tokens, "queue_tables");
-      to.max_blocks < most)
-    throw usage_error(where + ": a row has " + std::to_string(most) +
-                      " blocks at most, and there is room for " + std::to_string(to.max_blocks));
-  return ids_of_table(s, to, where);
+    throw no_table(s, who,
+                   ": tables are for " + std::to_string(to.sequences) + " sequences, and there are " +
+                       std::to_string(entries));
+  if (to.max_blocks < most)
+    throw no_table(s, who,
+                   ": a row has " + std::to_string(most) + " blocks at most, and there is room for " +
+                       std::to_string(to.max_blocks));
+  return ids_of_table(s, to, who);
 }
 
 }  // namespace freekv::detail
