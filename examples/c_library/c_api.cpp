@@ -31,7 +31,7 @@ FREEKV_ENDS_WITH(freekv_cuda_options, reserved);
 FREEKV_ENDS_WITH(freekv_memory, deallocate);
 FREEKV_ENDS_WITH(freekv_key_codebooks, data);
 FREEKV_ENDS_WITH(freekv_subspace_basis, data);
-FREEKV_ENDS_WITH(freekv_settings, blocks);
+FREEKV_ENDS_WITH(freekv_settings, reserved);
 FREEKV_ENDS_WITH(freekv_footprint, staging);
 FREEKV_ENDS_WITH(freekv_rows, query_stride);
 FREEKV_ENDS_WITH(freekv_attention, out_stride);

@@ -114,6 +114,8 @@ inline const char* text_of(std::int32_t element) {
       return element_name<half>.data();
     case FREEKV_BF16:
       return element_name<bfloat16>.data();
+    case FREEKV_FP8_E4M3:
+      return element_name<fp8_e4m3>.data();
     default:
       return nullptr;
   }
@@ -130,7 +132,7 @@ const auto& shape_of(const Shapes& shapes, const freekv_settings& s) {
   }
   if (text_of(s.element) == nullptr)
     throw settings_error("element is " + std::to_string(s.element) +
-                         "; choose FREEKV_F32, FREEKV_F16 or FREEKV_BF16");
+                         "; choose FREEKV_F32, FREEKV_F16, FREEKV_BF16 or FREEKV_FP8_E4M3");
   throw settings_error(std::string(text_of(s.element)) + " with head_dim " + std::to_string(s.head_dim) +
                        " is not among the shapes compiled in (" + text +
                        "); build the library with it in FREEKV_C_SHAPES");

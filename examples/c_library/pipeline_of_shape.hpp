@@ -20,6 +20,8 @@ template <>
 inline constexpr freekv_element element_of<half> = FREEKV_F16;
 template <>
 inline constexpr freekv_element element_of<bfloat16> = FREEKV_BF16;
+template <>
+inline constexpr freekv_element element_of<fp8_e4m3> = FREEKV_FP8_E4M3;
 
 /// Memory of `rows` rows of `numbers`, as many apart or, where it is not 0, `stride`; or none.
 template <class T>
@@ -63,13 +65,14 @@ void append_rows(typename Pipeline::step& step, const Pipeline& pipeline, int la
   const auto given_as = [&]<class In>(const In* in) {
     with_type(r.query_element, "append: query_element", [&](const auto* type) { append(in, type); });
   };
-  if (r.element == element_of<element>)
-    given_as(static_cast<const element*>(nullptr));
-  else if (r.element == FREEKV_F32)
-    given_as(static_cast<const float*>(nullptr));
-  else
-    throw usage_error("append: element is " + std::to_string(r.element) +
-                      "; give FREEKV_F32 or the stored one, " + std::to_string(element_of<element>));
+  if (r.element == element_of<element>) return given_as(static_cast<const element*>(nullptr));
+  if (r.element == FREEKV_F32) return given_as(static_cast<const float*>(nullptr));
+  if constexpr (std::is_same_v<element, fp8_e4m3>) {
+    if (r.element == FREEKV_F16) return given_as(static_cast<const half*>(nullptr));
+    if (r.element == FREEKV_BF16) return given_as(static_cast<const bfloat16*>(nullptr));
+  }
+  throw usage_error("append: element is " + std::to_string(r.element) +
+                    "; give FREEKV_F32 or the stored one, " + std::to_string(element_of<element>));
 }
 
 template <class Pipeline>
@@ -224,6 +227,11 @@ inline by_layer plan_of(std::span<const std::int32_t> kinds) {
   return plan;
 }
 
+/// `count` numbers from `data` on, none where that is null.
+inline std::vector<float> floats(const float* data, int count) {
+  return data == nullptr ? std::vector<float>{} : std::vector<float>(data, data + count);
+}
+
 // ---- Methods that retrieve ----
 
 template <class Shape, class Methods, class Backend>
@@ -296,8 +304,14 @@ class retrieving : public pipeline {
     s.attention.sliding_window = given.sliding_window;
     s.attention.soft_cap = given.soft_cap;
     if (given.sink_logits != nullptr)
-      s.attention.sink_logits.assign(given.sink_logits,
-                                     given.sink_logits + to_size(given.layers) * to_size(given.query_heads));
+      s.attention.sink_logits = floats(given.sink_logits, given.layers * given.query_heads);
+    if (given.scale_count < 0 ||
+        (given.scale_count == 0) != (given.key_scales == nullptr && given.value_scales == nullptr))
+      throw settings_error("scale_count is " + std::to_string(given.scale_count) +
+                           "; give how many numbers key_scales and value_scales have each: 1, layers or "
+                           "layers * kv_heads, or 0 and neither");
+    s.attention.key_scales = floats(given.key_scales, given.scale_count);
+    s.attention.value_scales = floats(given.value_scales, given.scale_count);
     s.attention.lse_base = given.log_base == FREEKV_LOG_2 ? log_base::two : log_base::e;
     s.page = {{or_else(given.page_tokens, 32)}};
     if (given.route == FREEKV_IN_PLACE) s.route = in_place{};
@@ -382,7 +396,10 @@ class evicting final : public pipeline {
                                                     {given.basis != nullptr, "basis"},
                                                     {given.store_file != nullptr, "store_file"},
                                                     {given.store_direct != 0, "store_direct"},
-                                                    {given.blocks != nullptr, "blocks"}};
+                                                    {given.blocks != nullptr, "blocks"},
+                                                    {given.key_scales != nullptr, "key_scales"},
+                                                    {given.value_scales != nullptr, "value_scales"},
+                                                    {given.scale_count != 0, "scale_count"}};
     for (const auto& [is_useless, member] : members)
       if (is_useless) throw useless(member, given.method);
     const budget b = budget_of(given);
@@ -440,7 +457,16 @@ bool forgets_by_name(methods::method_list<Methods...>, std::string_view name) {
 template <class Shape, class Methods, class Use>
 auto with_class_of(const pipeline_request& request, const Use& use) {
   using kinds = kinds_of_methods<Methods>;
-  if constexpr (!kinds::any_retrieves)
+  constexpr bool fp8 = std::is_same_v<typename Shape::element_type, fp8_e4m3>;
+  static_assert(kinds::any_retrieves || !fp8,
+                "methods that forget keep keys and values as float, half or bfloat16");
+  if constexpr (fp8) {
+    if (forgets_by_name(Methods{}, request.settings.method))
+      throw settings_error(std::string(request.settings.method) +
+                           " forgets, and keeps keys and values as f32, f16 or bf16; choose one of these, or "
+                           "a method that retrieves");
+    return use(std::type_identity<retrieving<Shape, Methods, host_backend>>{});
+  } else if constexpr (!kinds::any_retrieves)
     return use(std::type_identity<evicting<Shape, Methods>>{});
   else if constexpr (!kinds::any_forgets)
     return use(std::type_identity<retrieving<Shape, Methods, host_backend>>{});

@@ -57,8 +57,13 @@ typedef enum freekv_status {
   FREEKV_UNEXPECTED_ERROR = 9 /* something else: an error of the library's own, worth a report */
 } freekv_status;
 
-/* Types of keys and values, and of the queries and outputs of methods that retrieve. */
-typedef enum freekv_element { FREEKV_F32 = 1, FREEKV_F16 = 2, FREEKV_BF16 = 3 } freekv_element;
+/* Types of keys and values, and but for fp8 of the queries and outputs of methods that retrieve. */
+typedef enum freekv_element {
+  FREEKV_F32 = 1,
+  FREEKV_F16 = 2,
+  FREEKV_BF16 = 3,
+  FREEKV_FP8_E4M3 = 4 /* a byte, without infinity; of methods that retrieve */
+} freekv_element;
 
 /* Rows of a step: attended within the budget; or exact and causal. */
 typedef enum freekv_phase { FREEKV_DECODE = 0, FREEKV_PREFILL = 1 } freekv_phase;
@@ -222,6 +227,11 @@ typedef struct freekv_settings {
   const freekv_subspace_basis* basis;    /* of methods with key_subspace, key_clusters or key_signatures */
   const char* store_file; /* file of complete pages, or a folder for one without a name; NULL: none */
   const freekv_engine_blocks* blocks; /* (layers); NULL: slots are the pipeline's own */
+  /* Units in which keys and values are stored: a key is its stored numbers times its scale, as a checkpoint's
+   * k_scale and v_scale; above 0. `scale_count` of each: 1, layers, or layers * kv_heads; NULL: 1. */
+  const float *key_scales, *value_scales;
+  int32_t scale_count;
+  int32_t reserved; /* 0 */
 } freekv_settings;
 
 /* Bytes of a pipeline. `slow` and `fast` are taken from the two resources, in one block each. */
@@ -303,12 +313,13 @@ typedef struct freekv_step_input {
  * one lies behind the other. */
 typedef struct freekv_rows {
   size_t size;
-  int32_t element;       /* of keys and values: the stored one, or FREEKV_F32, which is rounded */
+  int32_t element;       /* of keys and values: the stored one, in fp8 stored numbers; or FREEKV_F32, for fp8
+                            FREEKV_F16 and FREEKV_BF16 too, which are divided by their scales and rounded */
   int32_t rows;          /* that there is room for, at least the step's; those behind them are not read */
   const void* keys;      /* (rows, kv_heads, head_dim) */
   const void* values;    /* (rows, kv_heads, head_dim) */
   const void* queries;   /* (rows, query_heads, head_dim); NULL: prompt rows that do not attend */
-  int32_t query_element; /* any freekv_element; 0: FREEKV_F32 */
+  int32_t query_element; /* FREEKV_F32, FREEKV_F16 or FREEKV_BF16; 0: FREEKV_F32 */
   int32_t reserved;      /* 0 */
   int64_t key_stride, value_stride, query_stride;
 } freekv_rows;
@@ -319,7 +330,7 @@ typedef struct freekv_attention {
   int32_t rows;        /* that there is room for, at least the step's; those behind them are not written */
   void* out;           /* (rows, query_heads, head_dim) */
   float* lse;          /* (rows, query_heads): log-sum-exp in the settings' base; NULL: not asked for */
-  int32_t out_element; /* any freekv_element; 0: FREEKV_F32 */
+  int32_t out_element; /* FREEKV_F32, FREEKV_F16 or FREEKV_BF16; 0: FREEKV_F32 */
   int32_t reserved;    /* 0 */
   int64_t out_stride;  /* elements from a row to the next; 0: one lies behind the other */
 } freekv_attention;

@@ -45,6 +45,18 @@ static float drawn(void) {
   return (float)(int32_t)(state >> 32) / 2147483648.0f;
 }
 
+/* One of the numbers that fp8 has, an eighth's multiple, as a byte too: sign, 4 bits of exponent, 3 of
+ * mantissa. */
+static float drawn_of_fp8(float scale, uint8_t* stored) {
+  const int eighths = (int)(16 * drawn());
+  int exponent = 0;
+  while (abs(eighths) >> (exponent + 1) > 0) ++exponent;
+  *stored = eighths == 0
+                ? 0
+                : (uint8_t)((eighths < 0) << 7 | (exponent + 4) << 3 | ((abs(eighths) << 3 >> exponent) & 7));
+  return scale * (float)eighths / 8;
+}
+
 /* Row `at` of a layer attends to itself and what is before it, of which `settings` may leave out. */
 static void attended(const freekv_settings* settings, const sequence* s, int layer, int at, const float* q,
                      double* out, double* lse) {
@@ -73,7 +85,9 @@ static void attended(const freekv_settings* settings, const sequence* s, int lay
 static void step_of(freekv_pipeline* p, const freekv_settings* settings, sequence** of, size_t count,
                     int rows, int phase) {
   static float k[most_rows * kv_heads * d], v[most_rows * kv_heads * d], q[most_rows * query_heads * d];
+  static uint8_t stored_k[most_rows * kv_heads * d], stored_v[most_rows * kv_heads * d];
   static float out[most_rows * query_heads * d], lse[most_rows * query_heads];
+  const int fp8 = settings->element == FREEKV_FP8_E4M3, as_stored = fp8 && rows == 1;
   freekv_step_input entries[3];
   freekv_step* step = NULL;
   for (size_t i = 0; i < count; ++i)
@@ -81,15 +95,25 @@ static void step_of(freekv_pipeline* p, const freekv_settings* settings, sequenc
   const int all = (int)count * rows;
   OK(freekv_begin_step(p, entries, count, &step));
   for (int layer = 0; layer < layers; ++layer) {
-    for (int i = 0; i < all * kv_heads * d; ++i) k[i] = 2 * drawn(), v[i] = drawn();
+    for (int i = 0; i < all * kv_heads * d; ++i)
+      if (fp8) {
+        k[i] = drawn_of_fp8(settings->key_scales[layer * kv_heads + i / d % kv_heads], stored_k + i);
+        v[i] = drawn_of_fp8(settings->value_scales[layer * kv_heads + i / d % kv_heads], stored_v + i);
+      } else {
+        k[i] = 2 * drawn(), v[i] = drawn();
+      }
     for (int i = 0; i < all * query_heads * d; ++i) q[i] = 2 * drawn();
     for (int row = 0; row < all; ++row) {
       sequence* s = of[row / rows];
       memcpy(s->keys[layer][s->tokens + row % rows], k + row * kv_heads * d, sizeof s->keys[0][0]);
       memcpy(s->values[layer][s->tokens + row % rows], v + row * kv_heads * d, sizeof s->values[0][0]);
     }
-    const freekv_rows given = {
-        .size = sizeof given, .element = FREEKV_F32, .rows = most_rows, .keys = k, .values = v, .queries = q};
+    const freekv_rows given = {.size = sizeof given,
+                               .element = as_stored ? FREEKV_FP8_E4M3 : FREEKV_F32,
+                               .rows = most_rows,
+                               .keys = as_stored ? (const void*)stored_k : k,
+                               .values = as_stored ? (const void*)stored_v : v,
+                               .queries = q};
     const freekv_attention to = {.size = sizeof to, .rows = most_rows, .out = out, .lse = lse};
     memset(out, 0, sizeof out);
     OK(freekv_append(step, layer, &given));
@@ -229,6 +253,17 @@ static void decoding(void) {
   settings.log_base = FREEKV_LOG_2;
   settings.route = FREEKV_IN_PLACE;
   decodes(settings);
+  // Keys and values in fp8, in units of each head's scale, where the library has this shape.
+  if (freekv_shape_count() > 2) {
+    const float key_scales[layers * kv_heads] = {0.5f, 1.1f, 0.3f, 2.0f},
+                                    value_scales[layers * kv_heads] = {0.7f, 0.01f, 1.0f, 3.0f};
+    settings = covering("freekv");
+    settings.element = FREEKV_FP8_E4M3;
+    settings.key_scales = key_scales;
+    settings.value_scales = value_scales;
+    settings.scale_count = layers * kv_heads;
+    decodes(settings);
+  }
 }
 
 /* ---- Errors ---- */
@@ -276,6 +311,15 @@ static void settings_errors(freekv_backend* backend) {
                                     .dims = 4};
   REFUSED((settings.method = "freekv_key_codes", settings.codebooks = &few), "codebooks have 1 layers");
   REFUSED(settings.codebooks = &few, "codebooks", "freekv has no use");
+  const float scales[3] = {1.0f, 2.0f, 0.0f};
+  REFUSED(settings.key_scales = scales, "scale_count is 0");
+  REFUSED(settings.scale_count = 2, "scale_count is 2", "0 and neither");
+  REFUSED((settings.value_scales = scales, settings.scale_count = 3), "value_scales has 3 numbers",
+          "one for each layer");
+  REFUSED((settings.key_scales = scales + 1, settings.scale_count = 2), "key_scales has 0.0", "above 0");
+  REFUSED((settings.method = "h2o", settings.key_scales = scales), "key_scales", "h2o has no use");
+  if (freekv_shape_count() > 2)
+    REFUSED((settings.element = FREEKV_FP8_E4M3, settings.method = "h2o"), "h2o forgets", "bf16");
 
   freekv_backend* threads = NULL;
   const freekv_host_options many = {.size = sizeof many, .threads = 2000};
@@ -559,7 +603,8 @@ static void names(void) {
   for (int i = 0; i < 10; ++i) CHECK(strcmp(freekv_status_name(i), statuses[i]) == 0);
   CHECK(freekv_status_name(10) == NULL && freekv_status_name(-1) == NULL);
   CHECK(strcmp(freekv_element_name(FREEKV_F16), "f16") == 0 && freekv_element_name(0) == NULL);
-  CHECK(freekv_shape_count() == 2);
+  CHECK(freekv_shape_count() == 2 || freekv_shape_count() == 3); /* another one is of fp8 */
+  CHECK(strcmp(freekv_element_name(FREEKV_FP8_E4M3), "fp8") == 0);
   OK(freekv_shape_at(0, &element, &head_dim));
   CHECK(element == FREEKV_BF16 && head_dim == 128);
   OK(freekv_shape_at(1, &element, &head_dim));
