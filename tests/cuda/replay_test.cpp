@@ -2,6 +2,7 @@
 // events.
 //
 // Exit status: 0 all agree, 1 not, 77 no device, which the program says.
+#include <algorithm>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
@@ -179,8 +180,18 @@ int main() {
   r.compare(with(halves, {"--variant", "think", "--pruned", "0.6"}));
   r.compare(with(halves, {"--codec", "low_rank_keys", "--key-rank", "100", "--rope-base", "10000",
                           "--rope-pairs", "halves", "--unit", "8"}));
-  r.compare(with(wide, {}));
-  r.compare(with(wide, {"--variant", "streaming_llm"}));
+  // The device's other shape, where programs have it on the host too.
+  const bool has_wide = std::any_of(
+      std::begin(freekv::examples::compiled_shapes), std::end(freekv::examples::compiled_shapes),
+      [](const auto& shape) { return shape.element == data_type::bf16 && shape.head_dim == 128; });
+  if (has_wide) {
+    r.compare(with(wide, {}));
+    r.compare(with(wide, {"--variant", "streaming_llm"}));
+    r.refuse(with(wide, {"--codec", "int8_token"}), "BF16 of head_dim 128 with min_max");
+    r.refuse(with(wide, {"--correction", "always"}), "BF16 of head_dim 128 with min_max");
+  } else {
+    std::printf("left out: BF16 of head_dim 128, which is not among the shapes compiled in\n");
+  }
   const std::string sequence = R"(,"trace":")" + halves + "\"}\n";
   words of_events{"--events", r.events("events", R"({"op":"open","seq":0)" + sequence +
                                                      R"({"op":"open","seq":1)" + sequence +
@@ -197,8 +208,6 @@ int main() {
   of_events.insert(of_events.end(), small.begin(), small.end());
   r.compare(of_events);
 
-  r.refuse(with(wide, {"--codec", "int8_token"}), "BF16 of head_dim 128 with min_max");
   r.refuse(with(real, {"--variant", "h2o"}), "eviction h2o");
-  r.refuse(with(wide, {"--correction", "always"}), "BF16 of head_dim 128 with min_max");
   return r.failed() == 0 ? 0 : 1;
 }

@@ -315,10 +315,17 @@ class forgetful_decoder {
     int active = -1, interval = 0;
     bool doubtful = false;  // rounding may have decided whether it was active
   };
+  /// How far a merged token's numbers may be from the definition's: where a sum lies at the edge between two
+  /// numbers of the element, either may be stored.
+  struct number_doubts {
+    std::vector<double> key, value;  // empty: none
+    double log_weight = 0;
+  };
   /// A head's token.
   struct token_numbers {
     std::vector<float> key, value;
     float log_weight = 0;
+    number_doubts doubts = {};
   };
   /// Of d2o: the threshold, once there is one.
   struct merged_state {
@@ -997,13 +1004,19 @@ class forgetful_decoder {
   token_numbers numbers_of(int head, int token) const {
     const int row = token * s_.kv_heads + head;
     const auto key = row_of(keys_, row, s_.head_dim), value = row_of(values_, row, s_.head_dim);
-    return {{key.begin(), key.end()}, {value.begin(), value.end()}, log_weights_[row]};
+    const auto found = doubts_.find(row);
+    return {{key.begin(), key.end()},
+            {value.begin(), value.end()},
+            log_weights_[row],
+            found == doubts_.end() ? number_doubts{} : found->second};
   }
   void put_numbers(int head, int token, const token_numbers& of) {
     const int row = token * s_.kv_heads + head;
     std::copy(of.key.begin(), of.key.end(), keys_.begin() + row * s_.head_dim);
     std::copy(of.value.begin(), of.value.end(), values_.begin() + row * s_.head_dim);
     log_weights_[row] = of.log_weight;
+    doubts_.erase(row);
+    if (!of.doubts.value.empty()) doubts_[row] = of.doubts;
   }
   void forget_merging(head_state& h) {
     const auto head = static_cast<int>(&h - heads_.data());
@@ -1013,17 +1026,34 @@ class forgetful_decoder {
 
   /// Means of tokens' keys and values, as they are stored.
   token_numbers mean_of(int head, const std::vector<int>& tokens, const std::vector<double>& weights) const {
-    const auto mean = [&](std::vector<float> token_numbers::*part) {
-      std::vector<float> numbers;
+    std::vector<token_numbers> of;
+    for (const int token : tokens) of.push_back(numbers_of(head, token));
+    const auto stored = [&](double x) { return rounded_to(rounded_to(x, element_kind::f32), s_.element); };
+    const auto mean = [&](std::vector<float> token_numbers::*part, std::vector<double> number_doubts::*doubts,
+                          token_numbers& to) {
       for (std::size_t x = 0; x < static_cast<std::size_t>(s_.head_dim); ++x) {
-        double sum = 0;
-        for (std::size_t i = 0; i < tokens.size(); ++i)
-          sum += weights[i] * static_cast<double>((numbers_of(head, tokens[i]).*part)[x]);
-        numbers.push_back(static_cast<float>(rounded_to(rounded_to(sum, element_kind::f32), s_.element)));
+        double sum = 0, error = 0;
+        for (std::size_t i = 0; i < of.size(); ++i) {
+          const double number = static_cast<double>((of[i].*part)[x]);
+          sum += weights[i] * number;
+          error += weights[i] * std::fabs(number) * 4 * float_sum_error;  // of the weights too
+          if (!(of[i].doubts.*doubts).empty()) error += weights[i] * (of[i].doubts.*doubts)[x];
+        }
+        (to.*part).push_back(static_cast<float>(stored(sum)));
+        (to.doubts.*doubts)
+            .push_back(std::max(stored(sum + error) - stored(sum), stored(sum) - stored(sum - error)));
       }
-      return numbers;
     };
-    return {mean(&token_numbers::key), mean(&token_numbers::value)};
+    token_numbers merged;
+    mean(&token_numbers::key, &number_doubts::key, merged);
+    mean(&token_numbers::value, &number_doubts::value, merged);
+    for (const token_numbers& one : of)
+      merged.doubts.log_weight = std::max(merged.doubts.log_weight, one.doubts.log_weight);
+    return merged;
+  }
+  /// What the doubts of a key make of a row's score.
+  double score_doubt(std::span<const float> query, const number_doubts& of) const {
+    return of.key.empty() ? 0.0 : static_cast<double>(std::fabs(s_.scale)) * product_doubt(query, of.key);
   }
   /// What the last rows' softmaxes, of the largest scores of the group, have of each token; the mean.
   std::map<int, double> mean_shares(int head, const std::set<int>& tokens) const {
@@ -1121,8 +1151,12 @@ class forgetful_decoder {
       }
       token_numbers merged = mean_of(head, others, weights);
       const int group = s_.query_heads / s_.kv_heads;
-      for (int g = 0; s_.kind != eviction_kind::d2o && g < group; ++g)
+      for (int g = 0; s_.kind != eviction_kind::d2o && g < group; ++g) {
         log_weight -= last_row_score(head * group + g, merged.key) / group;
+        merged.doubts.log_weight +=
+            score_doubt(row_of(observed_rows(1).back().query, head * group + g, s_.head_dim), merged.doubts) /
+            group;
+      }
       merged.log_weight = static_cast<float>(log_weight);
       put_numbers(head, token, merged);
     }
@@ -1161,7 +1195,10 @@ class forgetful_decoder {
     const int group = s_.query_heads / s_.kv_heads;
     std::vector<std::span<const float>> keys, values;
     std::vector<float> log_weights;
+    std::vector<const number_doubts*> doubts;  // null: none
     for (const int t : tokens) {
+      const auto found = doubts_.find(t * s_.kv_heads + head);
+      doubts.push_back(found == doubts_.end() ? nullptr : &found->second);
       log_weights.push_back(log_weights_[t * s_.kv_heads + head]);
       keys.push_back(row_of(keys_, t * s_.kv_heads + head, s_.head_dim));
       values.push_back(row_of(values_, t * s_.kv_heads + head, s_.head_dim));
@@ -1169,15 +1206,23 @@ class forgetful_decoder {
     std::vector<double> shares(tokens.size(), 0.0);
     for (int g = 0; g < group; ++g) {
       const auto query = row_of(q, head * group + g, s_.head_dim);
-      const attention one = oracle::attend(query, keys, values, s_.scale, {.log_weights = log_weights});
-      to.out.insert(to.out.end(), one.out.begin(), one.out.end());
-      to.doubt.insert(to.doubt.end(), one.doubt.begin(), one.doubt.end());
-      to.lse.push_back(one.lse[0]);
+      std::vector<double> of_weights;
+      for (const number_doubts* of : doubts)
+        of_weights.push_back(of == nullptr ? 0.0 : of->log_weight + score_doubt(query, *of));
+      attention one =
+          oracle::attend(query, keys, values, s_.scale, {.log_weights = log_weights, .doubts = of_weights});
       for (std::size_t i = 0; i < tokens.size(); ++i) {
         const double weight =
             std::exp(s_.scale * dot(query, keys[i]) + static_cast<double>(log_weights[i]) - one.lse[0]);
-        if (!std::isnan(weight)) shares[i] += weight / group;
+        if (std::isnan(weight)) continue;
+        shares[i] += weight / group;
+        for (std::size_t x = 0; doubts[i] != nullptr && x < one.doubt.size(); ++x)
+          one.doubt[x] += weight * doubts[i]->value[x];
       }
+      to.out.insert(to.out.end(), one.out.begin(), one.out.end());
+      to.doubt.insert(to.doubt.end(), one.doubt.begin(), one.doubt.end());
+      to.lse.push_back(one.lse[0]);
+      to.lse_doubt.push_back(one.lse_doubt[0]);
     }
     return shares;
   }
@@ -1443,6 +1488,7 @@ class forgetful_decoder {
   long merged_ = 0, lost_ = 0;
   std::vector<float> queries_, keys_, values_;  // keys and values of a head's token as it is now
   std::vector<float> log_weights_;              // (tokens, kv heads)
+  std::map<int, number_doubts> doubts_;         // of merged tokens, by their place there
   std::vector<float> given_;                    // worths, the same
   std::vector<float> probes_;                   // queries of rows behind the prompt
   std::vector<std::pair<double, double>> errors_;  // of q_hitter, of keys and values, as given_
