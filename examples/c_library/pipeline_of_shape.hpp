@@ -67,12 +67,14 @@ void append_rows(typename Pipeline::step& step, const Pipeline& pipeline, int la
   };
   if (r.element == element_of<element>) return given_as(static_cast<const element*>(nullptr));
   if (r.element == FREEKV_F32) return given_as(static_cast<const float*>(nullptr));
+  std::string given = "FREEKV_F32";
   if constexpr (std::is_same_v<element, fp8_e4m3>) {
     if (r.element == FREEKV_F16) return given_as(static_cast<const half*>(nullptr));
     if (r.element == FREEKV_BF16) return given_as(static_cast<const bfloat16*>(nullptr));
+    given += ", FREEKV_F16, FREEKV_BF16";
   }
-  throw usage_error("append: element is " + std::to_string(r.element) +
-                    "; give FREEKV_F32 or the stored one, " + std::to_string(element_of<element>));
+  throw usage_error("append: element is " + std::to_string(r.element) + "; give " + given +
+                    " or the stored one, " + std::to_string(element_of<element>));
 }
 
 template <class Pipeline>
@@ -228,7 +230,7 @@ inline by_layer plan_of(std::span<const std::int32_t> kinds) {
 }
 
 /// `count` numbers from `data` on, none where that is null.
-inline std::vector<float> floats(const float* data, int count) {
+inline std::vector<float> floats(const float* data, std::size_t count) {
   return data == nullptr ? std::vector<float>{} : std::vector<float>(data, data + count);
 }
 
@@ -303,15 +305,14 @@ class retrieving : public pipeline {
     s.attention.scale = given.scale;
     s.attention.sliding_window = given.sliding_window;
     s.attention.soft_cap = given.soft_cap;
-    if (given.sink_logits != nullptr)
-      s.attention.sink_logits = floats(given.sink_logits, given.layers * given.query_heads);
+    s.attention.sink_logits = floats(given.sink_logits, to_size(given.layers) * to_size(given.query_heads));
     if (given.scale_count < 0 ||
         (given.scale_count == 0) != (given.key_scales == nullptr && given.value_scales == nullptr))
       throw settings_error("scale_count is " + std::to_string(given.scale_count) +
                            "; give how many numbers key_scales and value_scales have each: 1, layers or "
                            "layers * kv_heads, or 0 and neither");
-    s.attention.key_scales = floats(given.key_scales, given.scale_count);
-    s.attention.value_scales = floats(given.value_scales, given.scale_count);
+    s.attention.key_scales = floats(given.key_scales, to_size(given.scale_count));
+    s.attention.value_scales = floats(given.value_scales, to_size(given.scale_count));
     s.attention.lse_base = given.log_base == FREEKV_LOG_2 ? log_base::two : log_base::e;
     s.page = {{or_else(given.page_tokens, 32)}};
     if (given.route == FREEKV_IN_PLACE) s.route = in_place{};

@@ -1001,14 +1001,15 @@ class forgetful_decoder {
     h.units = theirs;
     if (h.coded_of > 0) code_least(h, most_original());
   }
+  const number_doubts& doubts_of(int row) const {
+    static const number_doubts none;
+    const auto found = doubts_.find(row);
+    return found == doubts_.end() ? none : found->second;
+  }
   token_numbers numbers_of(int head, int token) const {
     const int row = token * s_.kv_heads + head;
     const auto key = row_of(keys_, row, s_.head_dim), value = row_of(values_, row, s_.head_dim);
-    const auto found = doubts_.find(row);
-    return {{key.begin(), key.end()},
-            {value.begin(), value.end()},
-            log_weights_[row],
-            found == doubts_.end() ? number_doubts{} : found->second};
+    return {{key.begin(), key.end()}, {value.begin(), value.end()}, log_weights_[row], doubts_of(row)};
   }
   void put_numbers(int head, int token, const token_numbers& of) {
     const int row = token * s_.kv_heads + head;
@@ -1195,20 +1196,19 @@ class forgetful_decoder {
     const int group = s_.query_heads / s_.kv_heads;
     std::vector<std::span<const float>> keys, values;
     std::vector<float> log_weights;
-    std::vector<const number_doubts*> doubts;  // null: none
+    std::vector<const number_doubts*> doubts;
     for (const int t : tokens) {
-      const auto found = doubts_.find(t * s_.kv_heads + head);
-      doubts.push_back(found == doubts_.end() ? nullptr : &found->second);
-      log_weights.push_back(log_weights_[t * s_.kv_heads + head]);
-      keys.push_back(row_of(keys_, t * s_.kv_heads + head, s_.head_dim));
-      values.push_back(row_of(values_, t * s_.kv_heads + head, s_.head_dim));
+      const int row = t * s_.kv_heads + head;
+      doubts.push_back(&doubts_of(row));
+      log_weights.push_back(log_weights_[row]);
+      keys.push_back(row_of(keys_, row, s_.head_dim));
+      values.push_back(row_of(values_, row, s_.head_dim));
     }
     std::vector<double> shares(tokens.size(), 0.0);
     for (int g = 0; g < group; ++g) {
       const auto query = row_of(q, head * group + g, s_.head_dim);
       std::vector<double> of_weights;
-      for (const number_doubts* of : doubts)
-        of_weights.push_back(of == nullptr ? 0.0 : of->log_weight + score_doubt(query, *of));
+      for (const number_doubts* of : doubts) of_weights.push_back(of->log_weight + score_doubt(query, *of));
       attention one =
           oracle::attend(query, keys, values, s_.scale, {.log_weights = log_weights, .doubts = of_weights});
       for (std::size_t i = 0; i < tokens.size(); ++i) {
@@ -1216,7 +1216,7 @@ class forgetful_decoder {
             std::exp(s_.scale * dot(query, keys[i]) + static_cast<double>(log_weights[i]) - one.lse[0]);
         if (std::isnan(weight)) continue;
         shares[i] += weight / group;
-        for (std::size_t x = 0; doubts[i] != nullptr && x < one.doubt.size(); ++x)
+        for (std::size_t x = 0; x < doubts[i]->value.size(); ++x)
           one.doubt[x] += weight * doubts[i]->value[x];
       }
       to.out.insert(to.out.end(), one.out.begin(), one.out.end());
