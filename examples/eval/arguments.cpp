@@ -54,6 +54,11 @@ void add_options(CLI::App& app, arguments& a) {
           "several allowed");
   app.add_option("--epsilon", a.epsilons,
                  "Shares of full attention: the section quality says how often heads miss more");
+  app.add_option(
+      "--true-mass", a.true_mass,
+      "Rows that select before each attention by the true mass of pages, and of units of 4 tokens, "
+      "from the keys themselves, with so many pages more than --budget: what summaries only "
+      "estimate; the section quality compares all others with them; several allowed");
   app.add_option("--codes", a.codes, "Bytes a token of key_codes, in all rows that have it");
   app.add_option(
       "--head-list", a.head_lists,
@@ -185,6 +190,8 @@ arguments parse_arguments(int argc, char** argv) {
           "--prompt, --steps and --deep-steps are at least 1");
   require(a.rounds >= 0 && a.timed_steps >= 1, "--rounds is at least 0 and --timed-steps at least 1");
   require(a.pair_seconds >= 0, "--pair-seconds is at least 0");
+  for (const int pages : a.true_mass)
+    require(pages >= 0, "--true-mass is a number of pages, at least 0, not " + std::to_string(pages));
   require(a.codes >= 1, "--codes is at least 1 byte a token");
   require(a.generate >= 0, "--generate is at least 0");
   require(a.own_continuation == 0 || a.own_continuation >= 4,

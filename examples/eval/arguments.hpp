@@ -27,6 +27,7 @@ struct arguments {
   std::vector<std::string> codecs;
   std::vector<std::string> corrections;  ///< NAME, NAME=VALUE or NAME=VALUE,SAMPLES
   std::vector<double> epsilons;
+  std::vector<int> true_mass;  ///< rows that select by it, by pages more than the budget
   std::vector<std::string> more_texts;
   std::vector<std::string> head_lists;  ///< FILE, or VARIANT=FILE
   std::string by_layer;                 ///< file; empty: no rows by layer

@@ -6,7 +6,7 @@ namespace {
 
 int page_of(const contender& c, const common_settings& s) { return c.page > 0 ? c.page : s.page; }
 int budget_of(const contender& c, const common_settings& s) {
-  return static_cast<int>(c.budget_share * s.budget);
+  return static_cast<int>(c.budget_share * s.budget) + c.more_pages * page_of(c, s);
 }
 int selected_units(const contender& c, const common_settings& s) {
   return (budget_of(c, s) - s.sink - s.window) / c.method.unit_tokens(page_of(c, s));
@@ -98,6 +98,15 @@ std::unique_ptr<pipeline> make_contender(const contender& c, const common_settin
   if (c.method.needs_temperatures() && o.temperatures.data == nullptr)
     throw usage_error(c.name + " selects by temperatures, and none are found from this prompt");
   return make_pipeline(o, backend);
+}
+
+contender true_mass_of(int unit, int more_pages) {
+  contender c{unit == 0 ? "true page mass" : "true mass of " + std::to_string(unit) + " tokens",
+              {.summary = "chunk_means", .chunk = 1, .unit = unit, .correction = "always"}};
+  if (more_pages > 0) c.name += ", pages more: " + std::to_string(more_pages);
+  c.more_pages = more_pages;
+  c.deep = true;  // not swept
+  return c;
 }
 
 std::size_t summary_bytes_of(const contender& c, const pipeline& p) {

@@ -26,6 +26,7 @@ struct contender {
   basis_source basis = basis_source::none;
   int page = 0;                          ///< tokens; 0: the common one
   double budget_share = 1;               ///< of the common budget
+  int more_pages = 0;                    ///< beside it
   bool by_layer_before = false;          ///< corrected and selecting by the queries of the layer before
   bool deep = false;                     ///< shown by --full alone, and not swept
   std::vector<layer_kind> head_kinds{};  ///< of a method that needs_head_list()
@@ -45,6 +46,10 @@ struct contender {
            std::find(head_kinds.begin(), head_kinds.end(), layer_kind::retrieval) != head_kinds.end();
   }
 };
+
+/// What summaries only estimate: units of `unit` tokens, 0: pages, selected before each attention by the mass
+/// of their tokens, each of which is a chunk of its own; `more_pages` than the common budget has.
+contender true_mass_of(int unit, int more_pages = 0);
 
 /// What all contenders share.
 struct common_settings {

@@ -36,36 +36,25 @@ struct page_rule {
   }
 };
 
-/// Keys and values of all layers, each head's tokens in a row.
-class exact_cache {
+/// Keys of all layers, each head's tokens in a row.
+class exact_keys {
  public:
   /// `prompt` and room for `more` tokens.
-  exact_cache(const model_shape& shape, const prompt_cache& prompt, int more)
+  exact_keys(const model_shape& shape, const prompt_cache& prompt, int more)
       : shape_(shape), capacity_(prompt.tokens() + more) {
     const auto heads = to_size(shape.layers * shape.kv_heads);
     keys_.resize(heads * to_size(capacity_ * shape.head_dim));
-    values_.resize(keys_.size());
-    for (int layer = 0; layer < shape.layers; ++layer) {
-      widen(prompt.keys(layer), layer, keys_);
-      widen(prompt.values(layer), layer, values_);
-    }
+    for (int layer = 0; layer < shape.layers; ++layer) widen(prompt.keys(layer), layer);
   }
 
   /// One token, in place of what stood at its position.
   void put(const layer_rows& rows) {
-    for (int head = 0; head < shape_.kv_heads; ++head) {
-      const std::size_t to = start(rows.layer, head, rows.position);
+    for (int head = 0; head < shape_.kv_heads; ++head)
       std::copy_n(rows.key + head * shape_.head_dim, shape_.head_dim,
-                  keys_.begin() + static_cast<std::ptrdiff_t>(to));
-      std::copy_n(rows.value + head * shape_.head_dim, shape_.head_dim,
-                  values_.begin() + static_cast<std::ptrdiff_t>(to));
-    }
+                  keys_.begin() + static_cast<std::ptrdiff_t>(start(rows.layer, head, rows.position)));
   }
 
   const float* key(int layer, int head, int token) const { return keys_.data() + start(layer, head, token); }
-  const float* value(int layer, int head, int token) const {
-    return values_.data() + start(layer, head, token);
-  }
 
  private:
   std::size_t start(int layer, int head, int token) const {
@@ -73,19 +62,19 @@ class exact_cache {
     return row * to_size(shape_.head_dim);
   }
   /// `halves`: (tokens, kv_heads, head_dim).
-  void widen(std::span<const std::byte> halves, int layer, std::vector<float>& to) const {
+  void widen(std::span<const std::byte> halves, int layer) {
     const auto d = to_size(shape_.head_dim), kv_heads = to_size(shape_.kv_heads);
     for (std::size_t i = 0; i < halves.size() / 2; ++i) {
       std::uint16_t bits;
       std::memcpy(&bits, halves.data() + 2 * i, 2);
       const auto head = static_cast<int>(i / d % kv_heads), token = static_cast<int>(i / d / kv_heads);
-      to[start(layer, head, token) + i % d] = half_to_float(bits);
+      keys_[start(layer, head, token) + i % d] = half_to_float(bits);
     }
   }
 
   model_shape shape_;
   int capacity_;
-  std::vector<float> keys_, values_;
+  std::vector<float> keys_;
 };
 
 /// In eight sums, so that a compiler may use vectors.
@@ -99,12 +88,12 @@ float inner_product(const float* a, const float* b, int count) {
 }
 
 /// Full attention's softmax of one query head over `length` tokens.
-std::vector<double> token_masses(const exact_cache& cache, const model_shape& shape, const layer_rows& rows,
+std::vector<double> token_masses(const exact_keys& keys, const model_shape& shape, const layer_rows& rows,
                                  int query_head) {
   const int kv_head = query_head / (shape.query_heads / shape.kv_heads);
   const float* query = rows.query + query_head * shape.head_dim;
   std::vector<double> masses(to_size(rows.position) + 1);
-  const float* key = cache.key(rows.layer, kv_head, 0);
+  const float* key = keys.key(rows.layer, kv_head, 0);
   for (double& mass : masses) {
     mass = shape.scale * inner_product(query, key, shape.head_dim);
     key += shape.head_dim;
@@ -147,12 +136,12 @@ std::vector<std::int32_t> best_pages(const std::vector<std::vector<double>>& mas
   return pages;
 }
 
-true_selection select_truly(const exact_cache& cache, const model_shape& shape, const layer_rows& rows,
+true_selection select_truly(const exact_keys& keys, const model_shape& shape, const layer_rows& rows,
                             int kv_head, const page_rule& rule) {
   const int group = shape.query_heads / shape.kv_heads;
   true_selection s;
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
-    s.masses.push_back(token_masses(cache, shape, rows, head));
+    s.masses.push_back(token_masses(keys, shape, rows, head));
   s.pages = best_pages(s.masses, rule);
   return s;
 }
@@ -193,12 +182,12 @@ struct selection_statistics {
   double mean_mass() const { return query_heads > 0 ? mass / static_cast<double>(query_heads) : 0; }
 };
 
-/// What both attentions below have in common.
+/// What selections are held against.
 struct exact_setting {
   const model_shape& shape;
   page_rule rule;
   int complete_layers;
-  exact_cache& cache;
+  exact_keys& keys;
 };
 
 /// A pipeline as attention, its selections held against the true ones.
@@ -209,13 +198,13 @@ class judged_retrieval : public attention {
 
   void attend(const layer_rows& rows, float* output) override {
     retrieval_.attend(rows, output);
-    setting_.cache.put(rows);
+    setting_.keys.put(rows);
     if (rows.layer < setting_.complete_layers || setting_.shape.slides(rows.layer)) return;
     const step_report report = pipeline_.report(rows.layer);
     const std::size_t most = report.attended.size() / report.attended_count.size();
     for (int head = 0; head < setting_.shape.kv_heads; ++head) {
       const auto h = to_size(head);
-      statistics_.add(select_truly(setting_.cache, setting_.shape, rows, head, setting_.rule),
+      statistics_.add(select_truly(setting_.keys, setting_.shape, rows, head, setting_.rule),
                       report.attended.subspan(h * most, to_size(report.attended_count[h])), setting_.rule);
     }
   }
@@ -225,46 +214,6 @@ class judged_retrieval : public attention {
   pipeline& pipeline_;
   exact_setting setting_;
   retrieval_attention retrieval_;
-  selection_statistics statistics_;
-};
-
-/// Attends to sink, window and the pages that truly have the most mass: what summaries only estimate.
-class true_mass_attention : public attention {
- public:
-  explicit true_mass_attention(const exact_setting& s) : setting_(s) {}
-
-  void attend(const layer_rows& rows, float* output) override {
-    setting_.cache.put(rows);
-    const int group = setting_.shape.query_heads / setting_.shape.kv_heads, d = setting_.shape.head_dim;
-    const bool slides = setting_.shape.slides(rows.layer);
-    const bool complete = slides || rows.layer < setting_.complete_layers;
-    const int first = slides ? std::max(0, rows.position + 1 - setting_.shape.sliding_window) : 0;
-    for (int head = 0; head < setting_.shape.kv_heads; ++head) {
-      const true_selection truth = select_truly(setting_.cache, setting_.shape, rows, head, setting_.rule);
-      if (!complete) statistics_.add(truth, truth.pages, setting_.rule);
-      const auto runs = complete ? std::vector<std::pair<int, int>>{{first, rows.position + 1}}
-                                 : attended_tokens(truth.pages, setting_.rule, rows.position + 1);
-      for (int i = 0; i < group; ++i)
-        blend(rows.layer, head, truth.masses[i], runs, output + (head * group + i) * d);
-    }
-  }
-  const selection_statistics& statistics() const { return statistics_; }
-
- private:
-  void blend(int layer, int head, const std::vector<double>& masses,
-             const std::vector<std::pair<int, int>>& runs, float* output) const {
-    const auto d = to_size(setting_.shape.head_dim);
-    std::vector<double> sum(d, 0.0);
-    for (const auto& [first, end] : runs)
-      for (int token = first; token < end; ++token) {
-        const float* value = setting_.cache.value(layer, head, token);
-        for (std::size_t i = 0; i < d; ++i) sum[i] += masses[token] * value[i];
-      }
-    const double kept = mass_of(masses, runs);
-    for (std::size_t i = 0; i < d; ++i) output[i] = static_cast<float>(kept > 0 ? sum[i] / kept : 0);
-  }
-
-  exact_setting setting_;
   selection_statistics statistics_;
 };
 
@@ -391,27 +340,6 @@ struct needle_setting : needle_text {
   }
 };
 
-/// `forget` makes `ours` hold the prompt and nothing else.
-template <class Forget>
-needle_score ask(const needle_setting& needles, engine& decoding, attention& ours, Forget forget) {
-  needle_score score;
-  for (const auto& q : needles.questions) {
-    forget();
-    double loss = 0;
-    bool found = true;
-    for (std::size_t i = 0; i + 1 < q.tokens.size(); ++i) {
-      const auto logits =
-          decoding.decode(q.tokens[i], needles.prompt.kv.tokens() + static_cast<int>(i), ours);
-      if (i + 1 < q.tokens.size() - to_size(q.digits)) continue;
-      loss += loss_of(logits, q.tokens[i + 1]);
-      found = found && most_likely(logits) == q.tokens[i + 1];
-    }
-    score.loss += loss / static_cast<double>(q.digits) / static_cast<double>(needles.questions.size());
-    score.found += found;
-  }
-  return score;
-}
-
 struct summary_point {
   std::size_t bytes = 0;
   std::map<std::size_t, needle_score> needles;  ///< by tokens
@@ -429,7 +357,6 @@ class frontier {
   static constexpr int judged_steps = 16;  // of all heads of all layers: thousands of selections
 
   const model_shape& shape() const { return j_.model().shape(); }
-  exact_setting exact(exact_cache& cache) const { return {shape(), rule_, settings_.complete_layers, cache}; }
   engine::options decoding() const { return {.threads = settings_.threads, .context = 1, .rows = 1}; }
   prepared_prompt prepare(std::span<const llama_token> tokens);
   needle_setting hide(int tokens);
@@ -438,11 +365,8 @@ class frontier {
 
   needle_score measure_needles(const contender& c, const needle_setting& needles);
   std::optional<std::size_t> bytes_of(const contender& c);
-  summary_point measure(const contender& c, exact_cache& cache);
-  summary_point measure_true_mass(exact_cache& cache);
+  summary_point measure(const contender& c, exact_keys& keys);
   summary_point measure_full();
-  template <class Attention>
-  void decode_running_text(engine& decoding, Attention& ours);
   void write(const frontier_case& c, const summary_point& p);
   std::vector<std::string> row(const frontier_case& c, const summary_point& p) const;
 
@@ -516,14 +440,22 @@ needle_score frontier::measure_needles(const contender& c, const needle_setting&
   const auto p = make_contender(c, settings_, shape(), needles.prompt, needles.longest(), true, backend);
   engine model(j_.model(), decoding());
   retrieval_attention attention(*p, shape(), settings_.complete_layers);
-  return ask(needles, model, attention, [&] { needles.prompt.kv.restore(*p); });
-}
-
-template <class Attention>
-void frontier::decode_running_text(engine& decoding, Attention& ours) {
-  const auto text = running_text(std::min(judged_steps, j_.options().deep_steps));
-  for (std::size_t i = 0; i + 1 < text.size(); ++i)
-    decoding.decode(text[i], text_.kv.tokens() + static_cast<int>(i), ours);
+  needle_score score;
+  for (const auto& q : needles.questions) {
+    needles.prompt.kv.restore(*p);
+    double loss = 0;
+    bool found = true;
+    for (std::size_t i = 0; i + 1 < q.tokens.size(); ++i) {
+      const auto logits =
+          model.decode(q.tokens[i], needles.prompt.kv.tokens() + static_cast<int>(i), attention);
+      if (i + 1 < q.tokens.size() - to_size(q.digits)) continue;
+      loss += loss_of(logits, q.tokens[i + 1]);
+      found = found && most_likely(logits) == q.tokens[i + 1];
+    }
+    score.loss += loss / static_cast<double>(q.digits) / static_cast<double>(needles.questions.size());
+    score.found += found;
+  }
+  return score;
 }
 
 /// Nothing for a summary that this model or these settings cannot have; says why.
@@ -537,30 +469,18 @@ std::optional<std::size_t> frontier::bytes_of(const contender& c) {
   }
 }
 
-summary_point frontier::measure(const contender& c, exact_cache& cache) {
+summary_point frontier::measure(const contender& c, exact_keys& keys) {
   summary_point point;
   for (const auto& needles : needles_) point.needles[needles.tokens.size()] = measure_needles(c, needles);
   host_backend backend({.threads = settings_.threads, .overlap = settings_.overlap});
   const auto p = make_contender(c, settings_, shape(), text_, judged_steps, true, backend);
   text_.kv.restore(*p);
   engine model(j_.model(), decoding());
-  judged_retrieval attention(*p, exact(cache));
-  decode_running_text(model, attention);
+  judged_retrieval attention(*p, {shape(), rule_, settings_.complete_layers, keys});
+  const auto text = running_text(std::min(judged_steps, j_.options().deep_steps));
+  for (std::size_t i = 0; i + 1 < text.size(); ++i)
+    model.decode(text[i], text_.kv.tokens() + static_cast<int>(i), attention);
   point.bytes = summary_bytes_of(c, *p);
-  point.selection = attention.statistics();
-  return point;
-}
-
-summary_point frontier::measure_true_mass(exact_cache& cache) {
-  summary_point point;
-  engine model(j_.model(), decoding());
-  for (const auto& needles : needles_) {
-    exact_cache own(shape(), needles.prompt.kv, needles.longest());
-    true_mass_attention attention(exact(own));
-    point.needles[needles.tokens.size()] = ask(needles, model, attention, [] {});
-  }
-  true_mass_attention attention(exact(cache));
-  decode_running_text(model, attention);
   point.selection = attention.statistics();
   return point;
 }
@@ -610,10 +530,13 @@ void frontier::compare_summaries() {
     rows.push_back(row(c, p));
   };
   const auto cases = summary_cases(shape().head_dim);
-  exact_cache cache(shape(), text_.kv, judged_steps);
+  exact_keys keys(shape(), text_.kv, judged_steps);
   j_.progress()("frontier of summaries: full attention and true page mass", 0);
   keep({"full", "full", "", {}}, measure_full());
-  keep({"true page mass", "true page mass", "", {}}, measure_true_mass(cache));
+  const contender best = true_mass_of(0);
+  summary_point truth = measure(best, keys);
+  truth.bytes = 0;  // no summary that it is beside would have its keys
+  keep({best.name, best.name, "", best.method}, truth);
   // A format that takes as many bytes as the summary's own is that one.
   std::map<std::pair<std::string, std::size_t>, summary_point> known;
   for (std::size_t i = 0; i < cases.size(); ++i) {
@@ -626,7 +549,7 @@ void frontier::compare_summaries() {
     const bool has_format = std::any_of(std::begin(formats), std::end(formats),
                                         [&](const auto& f) { return f.name == cases[i].form; });
     const std::pair key{has_format ? cases[i].series : c.name, *bytes};
-    if (!known.contains(key)) known[key] = measure(c, cache);
+    if (!known.contains(key)) known[key] = measure(c, keys);
     keep(cases[i], known[key]);
   }
   j_.say("\n" + table(rows) + "facts as in the section needles; recall: of the " +

@@ -160,6 +160,11 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
     asked.insert(all.back().name);
     correct_by(all.back().method, correction);
   }
+  for (const int pages : a.true_mass)
+    for (const int unit : {0, 4}) {
+      all.push_back(true_mass_of(unit, pages));
+      asked.insert(all.back().name);
+    }
   for (const auto& codec : a.codecs) {
     if (codec == low_rank_keys<>::name && !shape.rotary)
       throw choice_error(

@@ -160,6 +160,32 @@ std::string compare_with_even(job& j, std::span<const quality_of_texts> all,
   return lines;
 }
 
+/// KL less that of each row of --true-mass, paired by step.
+std::string compare_with_truth(job& j, std::span<const quality_of_texts> all,
+                               const nlohmann::ordered_json& at) {
+  const auto is_truth = [&](std::size_t i) { return j.contenders()[i].method.chunk == 1; };
+  std::vector<std::vector<std::string>> rows{{"KL, 1/1000 nat (95 %), over that of"}};
+  for (std::size_t t = 0; t < all.size(); ++t)
+    if (is_truth(t)) rows[0].push_back(j.contenders()[t].name);
+  if (rows[0].size() == 1) return "";
+  for (std::size_t i = 1; i < all.size(); ++i) {
+    const std::string& name = j.contenders()[i].name;
+    rows.push_back({name});
+    for (std::size_t t = 0; t < all.size(); ++t) {
+      if (!is_truth(t)) continue;
+      const estimate over = block_bootstrap(differences(all[i].divergences, all[t].divergences));
+      rows.back().push_back(i == t ? "" : with_bounds(over));
+      if (i == t) continue;
+      auto here = at;
+      here["truth"] = j.contenders()[t].name;
+      j.lines().add("quality", name, "divergence_over_truth", over.value, "nats per token", here);
+      j.lines().add("quality", name, "divergence_over_truth_low", over.low, "nats per token", here);
+      j.lines().add("quality", name, "divergence_over_truth_high", over.high, "nats per token", here);
+    }
+  }
+  return "\n" + table(rows) + "paired by step; rows of true mass hold all keys for it, in fast MB too.\n";
+}
+
 /// How often heads miss more than each --epsilon of full attention. Of a correction that has bounds of it and
 /// corrects nobody by them (verified_share=1): how often they hold, and how often one is below epsilon where
 /// the head misses more.
@@ -312,7 +338,7 @@ void compare_quality(job& j) {
         "keys and "
         "values that a method keeps: what rebuilding keys loses is in perplexity and KL\nalone. Route "
         "resident.\n" +
-        compare_with_even(j, all, at) + compare_missed(j, all, at));
+        compare_with_even(j, all, at) + compare_with_truth(j, all, at) + compare_missed(j, all, at));
 }
 
 }  // namespace freekv::examples

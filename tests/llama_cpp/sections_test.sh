@@ -17,7 +17,7 @@ sed 's/^{/{"stop": "\\n", /' "$texts/tasks.jsonl" >"$folder/stops.jsonl"
 for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
 for layer in $(seq 1 29); do echo "$layer 4"; done >"$folder/voters.txt"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/full" \
-  --full --section quality --section budgets --section taus --section poolings --section sources --section queries --section lengths --section stages --variant freekv --variant fasa --variant dapq --variant epi_cache --variant razor_attention \
+  --full --true-mass 0 1 --section quality --section budgets --section taus --section poolings --section sources --section queries --section lengths --section stages --variant freekv --variant fasa --variant dapq --variant epi_cache --variant razor_attention \
   --variant razor_attention_compensated --variant compress_kv --head-list "$folder/heads.txt" "compress_kv=$folder/voters.txt" --prompt 500 --steps 4 --deep-steps 4 --budget 256 --budgets 256 320 --taus 0.5 1 \
   --lengths 400 500 --rounds 1 --timed-steps 2 --commit smoke
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/together" \
@@ -79,7 +79,12 @@ def of(bench, metric, case, key):
     return {l[key]: l["value"] for l in full if (l["bench"], l["metric"], l["case"]) == (bench, metric, case)}
 
 
-assert {l["case"] for l in full if l["bench"] == "quality"} == {"full", "freekv", "fasa", "dapq", "epi_cache", "razor_attention", "razor_attention_compensated", "compress_kv"}
+truths = [text + more for more in ("", ", pages more: 1") for text in ("true page mass", "true mass of 4 tokens")]
+assert {l["case"] for l in full if l["bench"] == "quality"} == {"full", "freekv", "fasa", "dapq", "epi_cache", "razor_attention", "razor_attention_compensated", "compress_kv", *truths}
+kept = {l["case"]: l["value"] for l in full if (l["bench"], l["metric"]) == ("quality", "mass_kept")}
+assert kept["freekv"] < kept[truths[0]] < kept[truths[1]] < kept[truths[3]] < 1 and kept[truths[0]] < kept[truths[2]]
+over = [(l["case"], l["truth"]) for l in full if l["metric"] == "divergence_over_truth"]
+assert len(set(over)) == len(over) == 7 * 4 + 4 * 3 and ("freekv", truths[3]) in over
 heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention")]
 assert len(heads) == 29 and all(abs(head[0] - 1) < 1e-5 > head[2] - 1 for head in heads)  # head 0 keeps everything
 heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention_compensated")]
