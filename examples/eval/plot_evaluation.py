@@ -3,7 +3,8 @@
 Of cells with other settings, as of another budget, those are drawn that are as the newest; how many steps the quality
 is over may differ, as in the table. FOLDER/LENGTH.png has a row for each method: KL from full attention, and for each
 task what is answered right, or the loss over full attention's where that answers fewer than 60 %, with intervals;
-FOLDER/LENGTH-costs.png has KL against bytes, with a line through what nothing beats in both."""
+FOLDER/LENGTH-costs.png has KL, and facts where they were asked for, against bytes, with intervals and a line through
+what nothing beats in both."""
 
 import json
 import sys
@@ -28,7 +29,7 @@ def settings_at(cell):
 
 
 def panels_of(folder, length, settings):
-    """(title, {method: (value, low, high)}, what full has or None, whether the axis is logarithmic)."""
+    """(kind, title, {method: (value, low, high)}, what full has or None, scale: "log" of KL, "linear")."""
     for kind in [evaluate.QUALITY, *evaluate.tasks.KINDS]:
         cell = folder / "cells" / f"{kind}-{length}"
         file = cell / "results.jsonl"
@@ -38,32 +39,39 @@ def panels_of(folder, length, settings):
         if kind == evaluate.QUALITY:
             kl, low, high = (results.select("quality", metric) for metric in
                              ("divergence", "divergence_low", "divergence_high"))
-            yield ("KL from full, 1/1000 nat",
-                   {case: tuple(1000 * of[case] for of in (kl, low, high)) for case in kl if case != "full"}, None, True)
+            yield (kind, "KL from full, 1/1000 nat",
+                   {case: tuple(1000 * of[case] for of in (kl, low, high)) for case in kl if case != "full"}, None, "log")
             continue
         group = [line for line in results.lines if line["bench"] == "task_group"]
         right = {line["case"]: line for line in group if line["metric"] == "right"}
         if right["full"]["value"] >= 0.6:
-            yield (f"{kind}: % right of {right['full']['n']}",
+            yield (kind, f"{kind}: % right of {right['full']['n']}",
                    {case: tuple(100 * line[key] for key in ("value", "low", "high")) for case, line in right.items()
-                    if case != "full"}, 100 * right["full"]["value"], False)
+                    if case != "full"}, 100 * right["full"]["value"], "linear")
         else:
             loss = {line["case"]: line for line in group if line["metric"] == "loss_difference"}
-            yield (f"{kind}: loss over full, nats",
+            yield (kind, f"{kind}: loss over full, nats",
                    {case: tuple(line["value"] if line[key] is None else line[key] for key in ("value", "low", "high"))
-                    for case, line in loss.items() if case != "full"}, 0, False)
+                    for case, line in loss.items() if case != "full"}, 0, "linear")
+
+
+def name_numbers(logarithmic):
+    """1, 2, 5, 10 and so on, of an axis."""
+    logarithmic.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    logarithmic.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    logarithmic.set_minor_formatter(ticker.NullFormatter())
 
 
 def picture(folder, length, settings):
     panels = list(panels_of(folder, length, settings))
     if not panels:
         return None
-    present = {method for _, values, _, _ in panels for method in values}
+    present = {method for _, _, values, _, _ in panels for method in values}
     methods = [method for method in evaluate.METHODS if method in present]
     methods += sorted(present - set(methods))
     figure, axes = plot.plt.subplots(1, len(panels), figsize=(2.6 + WIDTH * len(panels), 0.26 * len(methods) + 1.4),
                                      sharey=True, squeeze=False)
-    for axis, (title, values, of_full, logarithmic) in zip(axes[0], panels):
+    for axis, (_, title, values, of_full, scale) in zip(axes[0], panels):
         for y, method in enumerate(methods):
             if method in values:
                 value, low, high = values[method]
@@ -71,11 +79,9 @@ def picture(folder, length, settings):
                 axis.plot(value, y, "o", markersize=4, color=plot.colour(method))
         if of_full is not None:
             axis.axvline(of_full, color=plot.INK, linewidth=0.8, linestyle=":")
-        if logarithmic:
+        if scale == "log":
             axis.set_xscale("log")
-            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-            axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-            axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+            name_numbers(axis.xaxis)
         axis.set_title(title, fontsize=9)
         axis.grid(axis="x", color=plot.GRID)
         axis.set_axisbelow(True)
@@ -98,10 +104,10 @@ def front(points):
     return kept
 
 
-def name_points(axis, points):
-    """Each name beside its point, or a little above where others are; those of the front, and of what others are compared
+def name_points(axis, points, best):
+    """Each name beside its point, or a little above where others are; those of the best, and of what others are compared
     with, first. A point without room has none."""
-    first = [*front(points), "quest", "freekv", "streaming_llm"]
+    first = [*best, "quest", "freekv", "streaming_llm"]
     taken, wide, high, most = [], 100, 9, 20  # pixels of a name, and how far it goes up
     for name, point in sorted(points.items(), key=lambda of: (of[0] not in first, of[1][1])):
         x, y = at = axis.transData.transform(point)
@@ -115,35 +121,42 @@ def name_points(axis, points):
 
 
 def costs(folder, length, settings):
-    """KL against what a step waits for and against fast memory."""
-    cell = folder / "cells" / f"{evaluate.QUALITY}-{length}"
-    if settings_at(cell) != settings:
+    """KL and facts against what a step waits for and against fast memory."""
+    rows = [panel for panel in panels_of(folder, length, settings) if panel[0] in (evaluate.QUALITY, "needles")]
+    if not rows or rows[0][0] != evaluate.QUALITY:
         return None
-    results = plot.Results(cell / "results.jsonl")
+    results = plot.Results(folder / "cells" / f"{evaluate.QUALITY}-{length}" / "results.jsonl")
     of = {metric: results.select("quality", metric) for metric in
-          ("divergence", "slices_recalled", "slices_critical", "bytes_recalled", "fast_tier_bytes")}
-    methods = [case for case in of["divergence"] if case != "full"]
+          ("slices_recalled", "slices_critical", "bytes_recalled", "fast_tier_bytes")}
 
     def waited_for(case):
         return evaluate.bytes_waited_for(*(of[metric][case] for metric in
                                            ("slices_recalled", "slices_critical", "bytes_recalled"))) / 1e6
 
-    figure, axes = plot.plt.subplots(1, 2, figsize=(11, 7), sharey=True)
-    for axis, title, cost in ((axes[0], "MB recalled before attention, a step", waited_for),
-                              (axes[1], "fast MB, summaries included", lambda case: of["fast_tier_bytes"][case] / 1e6)):
-        points = {case: (cost(case), 1000 * of["divergence"][case]) for case in methods}
-        line = [points[case] for case in front(points)]
-        axis.plot(*zip(*line), color=plot.GRID, linewidth=2, zorder=0)
-        for case, (x, y) in points.items():
-            axis.plot(x, y, "o", markersize=5, color=plot.colour(case))
-        axis.set_yscale("log")
-        if cost is not waited_for:
-            axis.set_xscale("log")
-        name_points(axis, points)
-        axis.set_xlabel(title)
-        axis.grid(color=plot.GRID)
-        axis.set_axisbelow(True)
-    axes[0].set_ylabel("KL from full attention, 1/1000 nat")
+    figure, axes = plot.plt.subplots(len(rows), 2, figsize=(11, 6.5 * len(rows)), sharex="col", sharey="row", squeeze=False)
+    for (_, title, values, of_full, scale), pair in zip(rows, axes):
+        sign = -1 if "% right" in title else 1  # the more the better
+        for axis, cost in zip(pair, (waited_for, lambda case: of["fast_tier_bytes"][case] / 1e6)):
+            points = {case: (cost(case), value[0]) for case, value in values.items() if case in of["fast_tier_bytes"]}
+            best = front({case: (x, sign * y) for case, (x, y) in points.items()})
+            axis.plot(*zip(*(points[case] for case in best)), color=plot.GRID, linewidth=2, zorder=0)
+            for case, (x, y) in points.items():
+                axis.plot([x, x], values[case][1:], color=plot.colour(case), linewidth=0.7, alpha=0.5)
+                axis.plot(x, y, "o", markersize=5, color=plot.colour(case))
+            if of_full is not None:
+                axis.axhline(of_full, color=plot.INK, linewidth=0.8, linestyle=":")
+            if scale == "log":
+                axis.set_yscale("log")
+                name_numbers(axis.yaxis)
+            axis.grid(color=plot.GRID)
+            axis.set_axisbelow(True)
+            if cost is not waited_for:
+                axis.set_xscale("log")
+                name_numbers(axis.xaxis)
+            name_points(axis, points, best)
+        pair[0].set_ylabel(title)
+    axes[-1][0].set_xlabel("MB recalled before attention, a step")
+    axes[-1][1].set_xlabel("fast MB, summaries included")
     file = folder / f"{length}-costs.png"
     figure.tight_layout()
     figure.savefig(file)
