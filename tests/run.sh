@@ -45,10 +45,11 @@ released=(-DFREEKV_C_LIBRARY=OFF -DFREEKV_DEVICE_PIPELINES=OFF -DFREEKV_ENGINE_M
 case $((round % 4)) in
   0) threads=(backend_test file_store_test order_test)
      head_dim=128 element=bfloat16  # freekv-replay's other shape on devices
-     released+=(-DFREEKV_DEVICE_PIPELINES=ON  # policies of a device that are chosen at run time
-               -DFREEKV_C_LIBRARY=ON -DFREEKV_C_SHAPES="bfloat16_128;float_64;fp8_e4m3_64") ;;
+     released+=(-DFREEKV_DEVICE_PIPELINES=ON) ;;  # policies of a device that are chosen at run time
   1) sanitized+=(-DFREEKV_ELEMENTS="float;half") ;;
-  2) threads=(events_test) sanitized+=(-DFREEKV_C_LIBRARY=ON) released+=(-DFREEKV_ENGINE_METHODS="streaming_llm;freekv_paper") ;;
+  2) threads=(events_test) sanitized+=(-DFREEKV_C_LIBRARY=ON)
+     released+=(-DFREEKV_ENGINE_METHODS="streaming_llm;freekv_paper"
+               -DFREEKV_C_LIBRARY=ON -DFREEKV_C_SHAPES="bfloat16_128;float_64;fp8_e4m3_64") ;;
   3) released+=(-DFREEKV_BENCH=ON) ;;
 esac
 if ((round % 2 == 1)); then
