@@ -416,7 +416,28 @@ void job::say(const std::string& text) {
   table_ << text << std::flush;
 }
 
+void job::keep_in_short(std::string_view row, const std::string& column, const std::string& figure) {
+  static constexpr std::pair<std::string_view, std::string_view> shown[] = {
+      {"full", "full attention"},
+      {"freekv", "freekv, as published"},
+      {"freekv_key_codes_sticky", "freekv_key_codes_sticky, recommended"}};
+  const auto found =
+      std::find_if(std::begin(shown), std::end(shown), [&](const auto& of) { return of.first == row; });
+  if (found == std::end(shown)) return;
+  auto& columns = in_short_.front();
+  const auto at = std::find(columns.begin(), columns.end(), column);
+  const auto place = at - columns.begin();
+  if (at == columns.end()) columns.push_back(column);
+  auto of_row = std::find_if(in_short_.begin(), in_short_.end(),
+                             [&](const auto& cells) { return cells.front() == found->second; });
+  if (of_row == in_short_.end())
+    of_row = in_short_.insert(of_row, std::vector<std::string>{std::string(found->second)});
+  for (auto& cells : in_short_) cells.resize(in_short_.front().size());
+  (*of_row)[to_size(place)] = figure;
+}
+
 void job::finish() {
+  if (in_short_.size() > 2 && in_short_.front().size() > 2) say("\n" + table(in_short_));
   lines_.finish();
   const std::string table = options_.out + "/table.txt";
   table_.close();

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "arguments.hpp"
@@ -48,7 +49,10 @@ class job {
   progress_function progress() { return std::ref(progress_); }
   /// Prints, and writes to table.txt.part.
   void say(const std::string& text);
-  /// Moves results.jsonl and table.txt to their places.
+  /// A figure for the table at the end, which has full attention, FreeKV as published and what is
+  /// recommended; of other rows it is left out. The last one of a column stands.
+  void keep_in_short(std::string_view row, const std::string& column, const std::string& figure);
+  /// Says the table at the end, and moves results.jsonl and table.txt to their places.
   void finish();
 
  private:
@@ -64,6 +68,7 @@ class job {
   std::vector<contender> contenders_, principal_;
   json_lines lines_;
   std::ofstream table_;
+  std::vector<std::vector<std::string>> in_short_{{"in short"}};
   progress_line progress_;
   std::map<std::string, learnt_keys> learnt_;  // by the text's path
   std::optional<prepared_prompt> prompt_;

@@ -90,6 +90,8 @@ void compare_at(job& j, const std::string& text, int length, std::span<const int
       if (result.summary_bytes > 0) row[1] = std::to_string(result.summary_bytes);
       row.push_back(fixed(result.mean_loss(), 2));
       row.push_back(std::to_string(result.facts_found()) + "/8");
+      if (budget == budgets.front())
+        j.keep_in_short(c.name, "loss/digit, B " + std::to_string(budget), row[row.size() - 2]);
       const nlohmann::ordered_json at{
           {"budget", budget}, {"needle_tokens", hidden.tokens.size()}, {"text", name}, {"route", "in_place"}};
       j.lines().add("needle", c.name, "summary_bytes", static_cast<double>(result.summary_bytes),

@@ -290,6 +290,7 @@ void compare_quality(job& j) {
          if_it_selects(fixed(q.per_step(s.recalled_before_attention), 0)),
          if_it_selects(fixed(bytes / 1024, 0)), fixed(static_cast<double>(q.last.fast_tier_bytes) / 1e6, 1),
          if_it_selects(std::to_string(q.last.summary_bytes))});
+    j.keep_in_short(c.name, rows[0][3], unless_full(finely(kl)));
     const auto add = [&](const char* metric, double value, const char* unit) {
       j.lines().add("quality", c.name, metric, value, unit, at);
     };

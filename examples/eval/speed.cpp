@@ -258,6 +258,7 @@ void compare_speed(job& j) {
                     with_interval(s.over_common),
                     s.attention_seconds.empty() ? "" : fixed(1e3 * s.median_attention_seconds(), 2),
                     fixed(100 * s.spread(), 0) + " %" + (s.spread() > steady_spread ? " unsteady" : "")});
+    j.keep_in_short(s.name, "tokens/s " + rows[0][2], rows.back()[2]);
     add_lines(j.lines(), "speed", s, stock, {});
   }
   j.say("\n" + table(rows) + rounds_sentence(a.common, how) + pairs_sentence(speeds));

@@ -134,5 +134,7 @@ assert all(l["n"] < 6 or l["low"] <= l["value"] <= l["high"] for l in pairs.valu
 table = (folder / "results/table.txt").read_text()
 assert f"medians of {pairs['full', 'over_stock']['n']} pairs of 2 tokens" in table
 assert all(table.count(case + " ") >= 3 for case in cases)
+in_short = [line.split("  ")[0] for line in table[table.index("\nin short"):].splitlines()[1:]]
+assert in_short == ["in short", "full attention", "freekv, as published", "freekv_key_codes_sticky, recommended"]
 print("main job: as expected")
 PYTHON

@@ -18,7 +18,8 @@ struct attention {
   // As `out`: what float32 may be off by, where each score is by its part of what the score's absolute terms
   // add up to.
   std::vector<double> doubt = {};
-  std::vector<double> lse_doubt = {};  // as `lse`: what doubts of log-weights make of it
+  std::vector<double> lse_doubt = {};     // as `lse`: what doubts of log-weights make of it
+  std::vector<double> lse_rounding = {};  // as `lse`: what float32 may be off by, as `doubt`
 };
 
 /// What a model's attention adds to the plain one's.
@@ -54,7 +55,7 @@ inline attention attend(std::span<const float> q, const std::vector<std::span<co
                         const std::vector<std::span<const float>>& values, double scale,
                         const attention_extras& extras = {}) {
   attention result{
-      std::vector<double>(q.size(), 0.0), {-infinity}, std::vector<double>(q.size(), 0.0), {0.0}};
+      std::vector<double>(q.size(), 0.0), {-infinity}, std::vector<double>(q.size(), 0.0), {0.0}, {0.0}};
   std::vector<double> scores, terms, weights;
   double top = extras.sink_logit;
   for (std::span<const float> key : keys) {
@@ -81,6 +82,7 @@ inline attention attend(std::span<const float> q, const std::vector<std::span<co
     const double of_weight = extras.doubts.empty() ? 0.0 : extras.doubts[t] * share;
     const double error = float_sum_error * terms[t] * share + of_weight;
     result.lse_doubt[0] += of_weight;
+    result.lse_rounding[0] += error;
     add_distance(result.doubt, error, values[t], result.out);
   }
   result.lse[0] = top + std::log(sum);

@@ -1223,6 +1223,7 @@ class forgetful_decoder {
       to.doubt.insert(to.doubt.end(), one.doubt.begin(), one.doubt.end());
       to.lse.push_back(one.lse[0]);
       to.lse_doubt.push_back(one.lse_doubt[0]);
+      to.lse_rounding.push_back(one.lse_rounding[0]);
     }
     return shares;
   }

@@ -183,7 +183,7 @@ inline void compare_row(const std::string& where, const oracle::attention& want,
                         std::span<const float> lse) {
   for (std::size_t i = 0; i < lse.size(); ++i)
     if (!close(static_cast<double>(lse[i]), want.lse[i], 1e-5) &&
-        !(std::fabs(static_cast<double>(lse[i]) - want.lse[i]) <= want.lse_doubt.at(i)))
+        !(std::fabs(static_cast<double>(lse[i]) - want.lse[i]) <= want.lse_rounding.at(i)))
       throw disagreement{sentence(where, ": lse of head ", i, " is ", lse[i], " for ", want.lse[i])};
   for (std::size_t i = 0; i < out.size(); ++i)
     if (!close(static_cast<double>(out[i]), want.out[i], 2e-5) &&
