@@ -40,6 +40,10 @@ struct contender {
     return method.plan == "retrieval" && method.pinning == "no_pins" && budget_share == 1;
   }
   bool keeps_everything() const { return method.plan == "complete"; }
+  /// Is it a true_mass_of()?
+  bool selects_by_true_mass() const {
+    return method.summary == "chunk_means" && method.chunk == 1 && method.correction == "always";
+  }
   /// Has it heads whose pages are chosen?
   bool selects() const {
     return method.plan == "retrieval" ||

@@ -85,16 +85,12 @@ void compare_continuation(job& j) {
     row.push_back(unless_full(thousandths(highest)));
     row.push_back(fixed(100 * same, 1) + " %");
     rows.push_back(std::move(row));
-    const auto add = [&](const char* metric, double value, const char* unit) {
+    const auto add = [&](const char* metric, const auto& value, const char* unit) {
       j.lines().add("continuation", c.name, metric, value, unit, at);
     };
     add("loss", q.mean_loss(), "nats per token");
-    add("loss_difference", over.value, "nats per token");
-    add("loss_difference_low", over.low, "nats per token");
-    add("loss_difference_high", over.high, "nats per token");
-    add("divergence", kl.value, "nats per token");
-    add("divergence_low", kl.low, "nats per token");
-    add("divergence_high", kl.high, "nats per token");
+    add("loss_difference", over, "nats per token");
+    add("divergence", kl, "nats per token");
     add("divergence_99", highest, "nats, 99th percentile of tokens");
     add("top1_agreement", same, "");
   }

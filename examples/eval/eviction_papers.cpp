@@ -60,9 +60,7 @@ void add(job& j, const char* bench, const std::string& name, const quality_of_te
   const attention_statistics s = q.attention();
   const estimate kl = block_bootstrap(q.divergences);
   const nlohmann::ordered_json at{{"budget", budget}, {"n", q.steps}, {"texts", q.divergences.size()}};
-  j.lines().add(bench, name, "divergence", kl.value, "nats per token", at);
-  j.lines().add(bench, name, "divergence_low", kl.low, "nats per token", at);
-  j.lines().add(bench, name, "divergence_high", kl.high, "nats per token", at);
+  j.lines().add(bench, name, "divergence", kl, "nats per token", at);
   j.lines().add(bench, name, "attention_error", s.mean_error(), "relative L2", at);
   j.lines().add(bench, name, "mass_kept", s.mean_mass(), "", at);
   j.lines().add(bench, name, "tokens_attended", s.mean_attended(), "per KV head and step", at);

@@ -8,6 +8,7 @@ what nothing beats in both."""
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib import ticker
@@ -28,8 +29,17 @@ def settings_at(cell):
     return settings
 
 
+@dataclass
+class Panel:
+    kind: str
+    title: str
+    values: dict  # of a method: (value, low, high)
+    of_full: float | None = None  # what full attention has
+    logarithmic: bool = False
+    more_is_better: bool = False
+
+
 def panels_of(folder, length, settings):
-    """(kind, title, {method: (value, low, high)}, what full has or None, scale: "log" of KL, "linear")."""
     for kind in [evaluate.QUALITY, *evaluate.tasks.KINDS]:
         cell = folder / "cells" / f"{kind}-{length}"
         file = cell / "results.jsonl"
@@ -39,20 +49,21 @@ def panels_of(folder, length, settings):
         if kind == evaluate.QUALITY:
             kl, low, high = (results.select("quality", metric) for metric in
                              ("divergence", "divergence_low", "divergence_high"))
-            yield (kind, "KL from full, 1/1000 nat",
-                   {case: tuple(1000 * of[case] for of in (kl, low, high)) for case in kl if case != "full"}, None, "log")
+            yield Panel(kind, "KL from full, 1/1000 nat",
+                        {case: tuple(1000 * of[case] for of in (kl, low, high)) for case in kl if case != "full"},
+                        logarithmic=True)
             continue
         group = [line for line in results.lines if line["bench"] == "task_group"]
         right = {line["case"]: line for line in group if line["metric"] == "right"}
         if right["full"]["value"] >= 0.6:
-            yield (kind, f"{kind}: % right of {right['full']['n']}",
-                   {case: tuple(100 * line[key] for key in ("value", "low", "high")) for case, line in right.items()
-                    if case != "full"}, 100 * right["full"]["value"], "linear")
+            yield Panel(kind, f"{kind}: % right of {right['full']['n']}",
+                        {case: tuple(100 * line[key] for key in ("value", "low", "high")) for case, line in right.items()
+                         if case != "full"}, 100 * right["full"]["value"], more_is_better=True)
         else:
             loss = {line["case"]: line for line in group if line["metric"] == "loss_difference"}
-            yield (kind, f"{kind}: loss over full, nats",
-                   {case: tuple(line["value"] if line[key] is None else line[key] for key in ("value", "low", "high"))
-                    for case, line in loss.items() if case != "full"}, 0, "linear")
+            yield Panel(kind, f"{kind}: loss over full, nats",
+                        {case: tuple(line["value"] if line[key] is None else line[key] for key in ("value", "low", "high"))
+                         for case, line in loss.items() if case != "full"}, 0)
 
 
 def name_numbers(logarithmic):
@@ -66,23 +77,23 @@ def picture(folder, length, settings):
     panels = list(panels_of(folder, length, settings))
     if not panels:
         return None
-    present = {method for _, _, values, _, _ in panels for method in values}
+    present = {method for panel in panels for method in panel.values}
     methods = [method for method in evaluate.METHODS if method in present]
     methods += sorted(present - set(methods))
     figure, axes = plot.plt.subplots(1, len(panels), figsize=(2.6 + WIDTH * len(panels), 0.26 * len(methods) + 1.4),
                                      sharey=True, squeeze=False)
-    for axis, (_, title, values, of_full, scale) in zip(axes[0], panels):
+    for axis, panel in zip(axes[0], panels):
         for y, method in enumerate(methods):
-            if method in values:
-                value, low, high = values[method]
+            if method in panel.values:
+                value, low, high = panel.values[method]
                 axis.plot([low, high], [y, y], color=plot.colour(method), linewidth=2)
                 axis.plot(value, y, "o", markersize=4, color=plot.colour(method))
-        if of_full is not None:
-            axis.axvline(of_full, color=plot.INK, linewidth=0.8, linestyle=":")
-        if scale == "log":
+        if panel.of_full is not None:
+            axis.axvline(panel.of_full, color=plot.INK, linewidth=0.8, linestyle=":")
+        if panel.logarithmic:
             axis.set_xscale("log")
             name_numbers(axis.xaxis)
-        axis.set_title(title, fontsize=9)
+        axis.set_title(panel.title, fontsize=9)
         axis.grid(axis="x", color=plot.GRID)
         axis.set_axisbelow(True)
     axes[0][0].set_yticks(range(len(methods)), methods, fontsize=8)
@@ -122,8 +133,8 @@ def name_points(axis, points, best):
 
 def costs(folder, length, settings):
     """KL and facts against what a step waits for and against fast memory."""
-    rows = [panel for panel in panels_of(folder, length, settings) if panel[0] in (evaluate.QUALITY, "needles")]
-    if not rows or rows[0][0] != evaluate.QUALITY:
+    rows = [panel for panel in panels_of(folder, length, settings) if panel.kind in (evaluate.QUALITY, "needles")]
+    if not rows or rows[0].kind != evaluate.QUALITY:
         return None
     results = plot.Results(folder / "cells" / f"{evaluate.QUALITY}-{length}" / "results.jsonl")
     of = {metric: results.select("quality", metric) for metric in
@@ -134,18 +145,18 @@ def costs(folder, length, settings):
                                            ("slices_recalled", "slices_critical", "bytes_recalled"))) / 1e6
 
     figure, axes = plot.plt.subplots(len(rows), 2, figsize=(11, 6.5 * len(rows)), sharex="col", sharey="row", squeeze=False)
-    for (_, title, values, of_full, scale), pair in zip(rows, axes):
-        sign = -1 if "% right" in title else 1  # the more the better
+    for panel, pair in zip(rows, axes):
+        sign = -1 if panel.more_is_better else 1
         for axis, cost in zip(pair, (waited_for, lambda case: of["fast_tier_bytes"][case] / 1e6)):
-            points = {case: (cost(case), value[0]) for case, value in values.items() if case in of["fast_tier_bytes"]}
+            points = {case: (cost(case), value[0]) for case, value in panel.values.items() if case in of["fast_tier_bytes"]}
             best = front({case: (x, sign * y) for case, (x, y) in points.items()})
             axis.plot(*zip(*(points[case] for case in best)), color=plot.GRID, linewidth=2, zorder=0)
             for case, (x, y) in points.items():
-                axis.plot([x, x], values[case][1:], color=plot.colour(case), linewidth=0.7, alpha=0.5)
+                axis.plot([x, x], panel.values[case][1:], color=plot.colour(case), linewidth=0.7, alpha=0.5)
                 axis.plot(x, y, "o", markersize=5, color=plot.colour(case))
-            if of_full is not None:
-                axis.axhline(of_full, color=plot.INK, linewidth=0.8, linestyle=":")
-            if scale == "log":
+            if panel.of_full is not None:
+                axis.axhline(panel.of_full, color=plot.INK, linewidth=0.8, linestyle=":")
+            if panel.logarithmic:
                 axis.set_yscale("log")
                 name_numbers(axis.yaxis)
             axis.grid(color=plot.GRID)
@@ -154,7 +165,7 @@ def costs(folder, length, settings):
                 axis.set_xscale("log")
                 name_numbers(axis.xaxis)
             name_points(axis, points, best)
-        pair[0].set_ylabel(title)
+        pair[0].set_ylabel(panel.title)
     axes[-1][0].set_xlabel("MB recalled before attention, a step")
     axes[-1][1].set_xlabel("fast MB, summaries included")
     file = folder / f"{length}-costs.png"

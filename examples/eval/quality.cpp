@@ -153,9 +153,7 @@ std::string compare_with_even(job& j, std::span<const quality_of_texts> all,
     const estimate over = block_bootstrap(
         differences(all[i].divergences, all[to_size(beside - j.contenders().begin())].divergences));
     lines += "KL of " + name + " over " + even + "'s: " + with_bounds(over) + "\n";
-    j.lines().add("quality", name, "divergence_over_even", over.value, "nats per token", at);
-    j.lines().add("quality", name, "divergence_over_even_low", over.low, "nats per token", at);
-    j.lines().add("quality", name, "divergence_over_even_high", over.high, "nats per token", at);
+    j.lines().add("quality", name, "divergence_over_even", over, "nats per token", at);
   }
   return lines;
 }
@@ -163,7 +161,7 @@ std::string compare_with_even(job& j, std::span<const quality_of_texts> all,
 /// KL less that of each row of --true-mass, paired by step.
 std::string compare_with_truth(job& j, std::span<const quality_of_texts> all,
                                const nlohmann::ordered_json& at) {
-  const auto is_truth = [&](std::size_t i) { return j.contenders()[i].method.chunk == 1; };
+  const auto is_truth = [&](std::size_t i) { return j.contenders()[i].selects_by_true_mass(); };
   std::vector<std::vector<std::string>> rows{{"KL, 1/1000 nat (95 %), over that of"}};
   for (std::size_t t = 0; t < all.size(); ++t)
     if (is_truth(t)) rows[0].push_back(j.contenders()[t].name);
@@ -173,14 +171,13 @@ std::string compare_with_truth(job& j, std::span<const quality_of_texts> all,
     rows.push_back({name});
     for (std::size_t t = 0; t < all.size(); ++t) {
       if (!is_truth(t)) continue;
-      const estimate over = block_bootstrap(differences(all[i].divergences, all[t].divergences));
-      rows.back().push_back(i == t ? "" : with_bounds(over));
+      rows.back().emplace_back();
       if (i == t) continue;
+      const estimate over = block_bootstrap(differences(all[i].divergences, all[t].divergences));
+      rows.back().back() = with_bounds(over);
       auto here = at;
       here["truth"] = j.contenders()[t].name;
-      j.lines().add("quality", name, "divergence_over_truth", over.value, "nats per token", here);
-      j.lines().add("quality", name, "divergence_over_truth_low", over.low, "nats per token", here);
-      j.lines().add("quality", name, "divergence_over_truth_high", over.high, "nats per token", here);
+      j.lines().add("quality", name, "divergence_over_truth", over, "nats per token", here);
     }
   }
   return "\n" + table(rows) + "paired by step; rows of true mass hold all keys for it, in fast MB too.\n";
@@ -271,8 +268,9 @@ void compare_quality(job& j) {
     const estimate kl = block_bootstrap(q.divergences);
     const estimate over_quest =
         beside_quest ? block_bootstrap(differences(q.divergences, all[*quest].divergences)) : estimate{};
-    const double of_full = full.perplexity(), difference = q.perplexity() - of_full;
-    const double low = of_full * std::expm1(more.low), high = of_full * std::expm1(more.high);
+    const double of_full = full.perplexity();
+    const estimate difference{q.perplexity() - of_full, of_full * std::expm1(more.low),
+                              of_full * std::expm1(more.high)};
     const double slices = q.per_step(s.recalled), bytes = slices * static_cast<double>(q.last.slice_bytes);
     const auto if_it_selects = [&](const std::string& cell) { return c.selects() ? cell : ""; };
     const auto unless_full = [&](const std::string& cell) { return i == 0 ? "" : cell; };
@@ -282,7 +280,8 @@ void compare_quality(job& j) {
     };
     rows.push_back(
         {c.name, fixed(q.perplexity(), 2),
-         unless_full(fixed(difference, 2) + " (" + fixed(low, 2) + " .. " + fixed(high, 2) + ")"),
+         unless_full(fixed(difference.value, 2) + " (" + fixed(difference.low, 2) + " .. " +
+                     fixed(difference.high, 2) + ")"),
          unless_full(finely(kl)), beside_quest ? finely(over_quest) : "",
          unless_full(thousandths(q.highest_divergences())), fixed(100 * q.top1(), 1) + " %",
          fixed(s.mean_error(), 3), fixed(100 * s.mean_mass(), 1) + " %",
@@ -291,21 +290,13 @@ void compare_quality(job& j) {
          if_it_selects(fixed(bytes / 1024, 0)), fixed(static_cast<double>(q.last.fast_tier_bytes) / 1e6, 1),
          if_it_selects(std::to_string(q.last.summary_bytes))});
     j.keep_in_short(c.name, rows[0][3], unless_full(finely(kl)));
-    const auto add = [&](const char* metric, double value, const char* unit) {
+    const auto add = [&](const char* metric, const auto& value, const char* unit) {
       j.lines().add("quality", c.name, metric, value, unit, at);
     };
     add("perplexity", q.perplexity(), "");
     add("perplexity_difference", difference, "");
-    add("perplexity_difference_low", low, "");
-    add("perplexity_difference_high", high, "");
-    add("divergence", kl.value, "nats per token");
-    add("divergence_low", kl.low, "nats per token");
-    add("divergence_high", kl.high, "nats per token");
-    if (beside_quest) {
-      add("divergence_over_quest", over_quest.value, "nats per token");
-      add("divergence_over_quest_low", over_quest.low, "nats per token");
-      add("divergence_over_quest_high", over_quest.high, "nats per token");
-    }
+    add("divergence", kl, "nats per token");
+    if (beside_quest) add("divergence_over_quest", over_quest, "nats per token");
     add("divergence_99", q.highest_divergences(), "nats, 99th percentile of tokens");
     add("top1_agreement", q.top1(), "");
     add("attention_error", s.mean_error(), "relative L2");

@@ -30,6 +30,13 @@ void json_lines::add(const std::string& bench, const std::string& of_case, const
         << std::endl;  // generated text may end in half a character
 }
 
+void json_lines::add(const std::string& bench, const std::string& of_case, const std::string& metric,
+                     const estimate& value, const std::string& unit, const nlohmann::ordered_json& more) {
+  add(bench, of_case, metric, value.value, unit, more);
+  add(bench, of_case, metric + "_low", value.low, unit, more);
+  add(bench, of_case, metric + "_high", value.high, unit, more);
+}
+
 void json_lines::finish() {
   file_.close();
   if (!file_ || std::rename((path_ + ".part").c_str(), path_.c_str()) != 0)

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "safetensors.hpp"
+#include "statistics.hpp"
 
 namespace freekv::examples {
 
@@ -22,6 +23,9 @@ class json_lines {
   json_lines(const std::string& path, nlohmann::ordered_json run);
   void add(const std::string& bench, const std::string& of_case, const std::string& metric, double value,
            const std::string& unit, const nlohmann::ordered_json& more = {});
+  /// Three lines: `metric`, `metric`_low and `metric`_high.
+  void add(const std::string& bench, const std::string& of_case, const std::string& metric,
+           const estimate& value, const std::string& unit, const nlohmann::ordered_json& more = {});
   /// What holds for each line of a case that is added from now on.
   void set_case(const std::string& name, nlohmann::ordered_json its) { cases_[name] = std::move(its); }
   /// Moves the file to its place.

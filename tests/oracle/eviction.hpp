@@ -1222,7 +1222,6 @@ class forgetful_decoder {
       to.out.insert(to.out.end(), one.out.begin(), one.out.end());
       to.doubt.insert(to.doubt.end(), one.doubt.begin(), one.doubt.end());
       to.lse.push_back(one.lse[0]);
-      to.lse_doubt.push_back(one.lse_doubt[0]);
       to.lse_rounding.push_back(one.lse_rounding[0]);
     }
     return shares;
