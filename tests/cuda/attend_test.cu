@@ -403,8 +403,8 @@ __global__ void attend_slices(const float* queries, const masked_slice<Element>*
     attention.store(team, [&](int h) { return attention_part{log_sums + h, weighted + h * HeadDim}; });
   };
   if constexpr (requires { typename Attention::storage; }) {
-    __shared__ typename Attention::storage shared;
-    Attention attention(shared);
+    alignas(16) __shared__ std::byte shared[sizeof(typename Attention::storage)];
+    Attention attention(reinterpret_cast<typename Attention::storage&>(shared));
     attend_with(attention, [&] {
       const auto entries = [&](int i) {
         return device::entry_rows<Element>{slices[i].rows, slices[i].tokens, slices[i].attending};
@@ -542,6 +542,12 @@ int main() {
   for (const float spread : std::array{1e-20f, 1e6f})  // below and beyond what F16 can hold
     attend_case<by_tensor_cores, half, 64>(checks, random,
                                            {.group = 6, .lengths = {77}, .soft_cap = 4.0f, .spread = spread});
+  random_case<by_fma, fp8_e4m3, 64>(checks, random, 3);
+  attend_case<by_tensor_cores, fp8_e4m3, 64>(checks, random, odd_lengths);
+  for (const int group : std::array{1, 11})
+    random_case<by_tensor_cores, fp8_e4m3, 128>(checks, random, group);
+  random_case<by_tensor_cores, fp8_e4m3, 80>(checks, random, 5);
+  random_case<by_tensor_cores, fp8_e4m3, 256>(checks, random, 4);
   const layout_of blocks = layout_of::block_of_two;  // a pipeline's pages
   as_a_layer<bfloat16, 128>(
       checks, random, {.group = 4, .block_tokens = 32, .rows = 2, .lengths = {70, 1100}, .layout = blocks});
@@ -558,6 +564,7 @@ int main() {
   block_by_block<by_tensor_cores, bfloat16, 128>(
       checks, random, {.group = 5, .kv_heads = 2, .block_tokens = 32, .lengths = {33, 700}});
   masked_heads_alone<bfloat16, 32>(checks, random);
+  masked_heads_alone<fp8_e4m3, 32>(checks, random);
   parts_in_turn(checks, random);
   longer_than_said(checks, random);
   refusals(checks, random);

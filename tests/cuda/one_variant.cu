@@ -69,10 +69,11 @@ void select_from_rows(const device::score_rows& rows) {
 }
 
 // Attention to a cache of the engine's own.
-void attend_to_engine(const device::paged_cache<bfloat16>& cache,
+void attend_to_engine(const device::paged_cache<bfloat16>& cache, const device::paged_cache<fp8_e4m3>& in_fp8,
                       const device::attention_scratch_memory& attended) {
   device::attend_paged<HEAD_DIM>(cache, {}, attended, nullptr);
   device::attend_paged<HEAD_DIM, device::attend_paged_by_tensor_cores>(cache, {}, attended, nullptr);
+  device::attend_paged<HEAD_DIM, device::attend_paged_by_tensor_cores>(in_fp8, {}, attended, nullptr);
 }
 
 // Attention by FMA, which a pipeline of F32 has, and of pages that are encoded by tensor cores.

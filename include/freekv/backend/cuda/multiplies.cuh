@@ -9,13 +9,14 @@ namespace freekv::device {
 /// The units that multiply queries by keys and weights by values.
 enum class multiplies : std::uint8_t {
   fma,           ///< `attend_default.heads` query heads at a time, of any element and head_dim
-  tensor_cores,  ///< eight at a time; F16 and BF16, head_dim a multiple of 16, best with pages that are, too
+  tensor_cores,  ///< eight at a time; F16, BF16 and fp8, head_dim a multiple of 16, best with pages that are,
+                 ///< too
   by_element,    ///< tensor cores where they can, else FMA
 };
 
 /// True of rows that tensor cores multiply.
 template <int HeadDim, class Element>
-inline constexpr bool tensor_cores_multiply = sizeof(Element) == 2 && HeadDim % 16 == 0;
+inline constexpr bool tensor_cores_multiply = sizeof(Element) <= 2 && HeadDim % 16 == 0;
 
 /// `Wanted`, with `by_element` decided for rows of `Element` and `HeadDim`.
 template <multiplies Wanted, int HeadDim, class Element>

@@ -60,7 +60,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
                 "the CUDA backend copies rows 16 bytes at a time; of fp8_e4m3 head_dim is a multiple of 16");
   static_assert(
       Attention != multiplies::tensor_cores || tensor_cores_multiply<d, element>,
-      "tensor cores attend to F16 and BF16 of a head_dim that is a multiple of 16; take cuda_backend");
+      "tensor cores attend to F16, BF16 and fp8 of a head_dim that is a multiple of 16; take cuda_backend");
 
   /// Takes scratch and room for the host's copies and uploads. Throws settings_error for what this backend
   /// does not have.

@@ -32,11 +32,15 @@ namespace freekv::device {
 /// adds; these figures are an interpreter's. An infinite key or value makes NaN of what it takes part in, but
 /// a key for queries that are elements.
 ///
+/// fp8_e4m3 comes as it is and is multiplied as F16. The dimensions of its tiles are in the order in which
+/// bytes are at hand, which sums do not depend on: where a thread has 2i, 2i + 1, 2i + 8 and 2i + 9 of other
+/// keys it has 4i, 4i + 2, 4i + 1 and 4i + 3, and where it has g and g + 8 of other values, 2g and 2g + 1.
+///
 /// Blocks of tokens come by cp.async, row by row, through a ring in the warp's shared memory, whose rows lie
 /// such that eight of them are read at a time without a conflict; alignment is looked at once an entry.
 template <int HeadDim, element Element>
 class tensor_attention {
-  static_assert(sizeof(Element) == 2, "tensor cores multiply F16 and BF16");
+  static_assert(sizeof(Element) <= 2, "tensor cores multiply F16, BF16 and fp8_e4m3");
   static_assert(HeadDim % 16 == 0, "tensor cores multiply 16 dimensions at a time");
 
  public:
@@ -45,12 +49,16 @@ class tensor_attention {
   static constexpr int tokens_at_once = 16;
 
  private:
-  static constexpr int parts = std::same_as<Element, half> ? 2 : 3;  // of a float
+  using multiplied = multiplied_as<Element>;
+  static constexpr bool widens = !std::same_as<Element, multiplied>;
+  static constexpr float unit = widens ? 0x1p8f : 1.0f;                 // of what is multiplied
+  static constexpr int parts = std::same_as<multiplied, half> ? 2 : 3;  // of a float
   static constexpr int tiles = HeadDim / 16;
   static constexpr float weight_unit = 0x1p14f;  // what a weight of 1 is multiplied as
 
-  static constexpr int pieces = HeadDim / 8;             // of a row
-  static constexpr int row_pieces = pieces / 2 * 2 + 1;  // with room that keeps rows in other banks
+  static constexpr int of_piece = element_piece<Element>::count;
+  static constexpr int pieces = HeadDim / of_piece;            // of a row
+  static constexpr int row_pieces = (pieces + 1) / 2 * 2 + 1;  // with room that keeps rows in other banks
 
   /// A block of tokens: keys, and values behind them.
   struct tile {
@@ -62,7 +70,7 @@ class tensor_attention {
 
  public:
   static constexpr int warps = HeadDim <= 128 ? 4 : 2;  ///< of a block, which share a part
-  static constexpr int row_stride = 8 * row_pieces;     ///< of rows in shared memory, in elements
+  static constexpr int row_stride = of_piece * row_pieces;  ///< of rows in shared memory, in elements
 
  private:
   static constexpr int fitting = (16 << 10) / static_cast<int>(sizeof(tile));  // in what a warp's ring takes
@@ -125,22 +133,24 @@ class tensor_attention {
       struct alignas(2 * sizeof(number)) pair {
         number x[2];
       };
-      const number* const query = head + 2 * quarter;
+      const number* const query = head + (widens ? 4 : 2) * quarter;
       const bool aligned = reinterpret_cast<std::uintptr_t>(query) % sizeof(pair) == 0;
-      pair loaded[tiles * 2];  // of a tile dimensions 2 * quarter and the next, and 8 behind
+      pair loaded[tiles * 2];  // of neighbouring dimensions, two of each tile
       unroll<tiles * 2>([&](auto i) {
-        const number* const at = query + i * 8;
+        const number* const at = query + (widens ? i / 2 * 16 + i % 2 * 2 : i * 8);
         loaded[i] = aligned ? *reinterpret_cast<const pair*>(at) : pair{{at[0], at[1]}};
       });
-      in_parts_ = !std::same_as<number, Element>;
-      if constexpr (std::same_as<number, Element>) {
-        unroll<tiles * 2>([&](auto i) {
-          query_piece(i / 2 * parts).pair[i % 2] = pair_of(loaded[i].x[0], loaded[i].x[1]);
-        });
+      const auto dealt = [&](int i, int nth) {
+        return widens ? loaded[i / 2 * 2 + nth].x[i % 2] : loaded[i].x[nth];
+      };
+      in_parts_ = !std::same_as<number, multiplied>;
+      if constexpr (std::same_as<number, multiplied>) {
+        unroll<tiles * 2>(
+            [&](auto i) { query_piece(i / 2 * parts).pair[i % 2] = pair_of(dealt(i, 0), dealt(i, 1)); });
       } else {
         float numbers[tiles * 2][2];
-        unroll<tiles * 4>([&](auto i) { numbers[i / 2][i % 2] = to_float(loaded[i / 2].x[i % 2]); });
-        if constexpr (std::same_as<Element, half>) {  // bfloat16 has a float's range
+        unroll<tiles * 4>([&](auto i) { numbers[i / 2][i % 2] = to_float(dealt(i / 2, i % 2)); });
+        if constexpr (std::same_as<multiplied, half>) {  // bfloat16 has a float's range
           float largest = 0.0f;
           unroll<tiles * 4>([&](auto i) { largest = ::fmaxf(largest, ::fabsf(numbers[i / 2][i % 2])); });
           largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
@@ -154,7 +164,7 @@ class tensor_attention {
         });
       }
     });
-    unroll<2>([&](auto j) { back_[j] = __shfl_sync(~0u, scale / factor, (2 * quarter + j) * 4); });
+    unroll<2>([&](auto j) { back_[j] = __shfl_sync(~0u, scale / factor * unit, (2 * quarter + j) * 4); });
     if (team.lane() == 0) shared_.free_tile = 0;
     restart();
   }
@@ -273,8 +283,10 @@ class tensor_attention {
       const attention_part to = places(2 * quarter + j);
       if (to.log_sum == nullptr) return;
       if (nth == 0) *to.log_sum = log_sum;
-      unroll<tiles * 2>(
-          [&](auto i) { to.weighted[i * 8 + nth] = weighted_[i / 2][i % 2 * 2 + j] * (1.0f / weight_unit); });
+      unroll<tiles * 2>([&](auto i) {
+        const int dimension = widens ? i / 2 * 16 + 2 * nth + i % 2 : i * 8 + nth;
+        to.weighted[dimension] = weighted_[i / 2][i % 2 * 2 + j] * (unit / weight_unit);
+      });
     });
   }
 
@@ -325,7 +337,7 @@ class tensor_attention {
         if ((32 % pieces != 0 || tokens_at_once % at_a_time != 0) &&
             (first >= at_a_time || t >= tokens_at_once))
           return;
-        const std::int64_t at = (t < count ? t : 0) * rows.stride + 8 * piece;
+        const std::int64_t at = (t < count ? t : 0) * rows.stride + of_piece * piece;
         how(&to.rows[0][t][piece], rows.key + at, t < count);
         how(&to.rows[1][t][piece], rows.value + at, t < count);
       });
@@ -359,11 +371,41 @@ class tensor_attention {
   /// Two numbers in parts: each part has what those before it leave.
   __device__ static void split(float a, float b, std::uint32_t (&into)[parts]) {
     unroll<parts>([&](auto part) {
-      const Element of_a = from_float<Element>(a), of_b = from_float<Element>(b);
+      const multiplied of_a = from_float<multiplied>(a), of_b = from_float<multiplied>(b);
       into[part] = pair_of(of_a, of_b);
       a = rounded_sum(a, -to_float(of_a));
       b = rounded_sum(b, -to_float(of_b));
     });
+  }
+
+  /// Calls `body(tile, rows)` for all tiles of a block's keys, or `Transposed` of its values, with `rows` as
+  /// `add_product` takes them.
+  template <bool Transposed, class Body>
+  __device__ static void for_tiles(unsigned address, const Body& body) {
+    std::uint32_t rows[4];
+    if constexpr (!widens) {
+      unroll<tiles>([&](auto tile) {
+        load_blocks<Transposed>(rows, address + 32 * tile);
+        body(tile, rows);
+      });
+    } else {
+      unroll<(tiles + 1) / 2>([&](auto two) {
+        std::uint32_t loaded[4];
+        load_blocks<Transposed>(loaded, address + 32 * two);
+        unroll<2>([&](auto nth) {
+          if constexpr (2 * two + nth < tiles) {
+            if constexpr (Transposed) {
+              widen(loaded[nth], rows[0], rows[1]);
+              widen(loaded[nth + 2], rows[2], rows[3]);
+            } else {
+              widen(loaded[2 * nth], rows[0], rows[2]);
+              widen(loaded[2 * nth + 1], rows[1], rows[3]);
+            }
+            body(2 * two + nth, rows);
+          }
+        });
+      });
+    }
   }
 
   /// Scores of a block's tokens g and g + 8 with the thread's two heads, as `add_product` deals them, but for
@@ -372,11 +414,10 @@ class tensor_attention {
   __device__ void multiply_keys(const token_block& block, float (&scores)[4]) {
     // Of the first part in two, so that products do not wait for each other, and of all others.
     float sums[2][4] = {}, rest[4] = {};
-    unroll<tiles>([&](auto tile) {
-      std::uint32_t keys[4];
-      load_blocks<false>(keys, block.keys + 32 * tile);
+    for_tiles<false>(block.keys, [&](int tile, const std::uint32_t(&keys)[4]) {
       unroll<Parts>([&](auto part) {
-        add_product<Element>(part == 0 ? sums[tile % 2] : rest, keys, query_piece(tile * parts + part).pair);
+        add_product<multiplied>(part == 0 ? sums[tile % 2] : rest, keys,
+                                query_piece(tile * parts + part).pair);
       });
     });
     unroll<4>([&](auto i) { scores[i] = rounded_sum(rounded_sum(sums[0][i], sums[1][i]), rest[i]); });
@@ -440,13 +481,11 @@ class tensor_attention {
     unroll<2>([&](auto j) {
       counts[j] = log_sum_[j].max != -infinity && (attending >> (2 * quarter + j) & 1u) != 0;
     });
-    unroll<tiles>([&](auto tile) {
-      std::uint32_t values[4];
-      load_blocks<true>(values, block.values + 32 * tile);
+    for_tiles<true>(block.values, [&](int tile, const std::uint32_t(&values)[4]) {
       float(&weighted)[4] = weighted_[tile];
       float sums[4];
       unroll<4>([&](auto x) { sums[x] = weighted[x]; });
-      unroll<parts>([&](auto part) { add_product<Element>(sums, values, column[part]); });
+      unroll<parts>([&](auto part) { add_product<multiplied>(sums, values, column[part]); });
       unroll<4>([&](auto x) { weighted[x] = counts[x % 2] ? sums[x] : weighted[x]; });
     });
   }

@@ -1,9 +1,10 @@
-// Instructions that feed tensor cores with elements of 2 bytes: copies to shared memory, loads of blocks from
-// there, and products.
+// Instructions that feed tensor cores with elements: copies to shared memory, loads of blocks from there,
+// numbers of 1 byte as numbers of 2, and products.
 #pragma once
 
 #include <concepts>
 #include <cstdint>
+#include <cuda/std/type_traits>
 #include <freekv/core/element.hpp>
 
 namespace freekv::device {
@@ -13,10 +14,15 @@ struct element_pairs {
   std::uint32_t pair[2];
 };
 
-/// Eight neighbouring elements of 2 bytes, which are copied together.
+/// The type of 2 bytes that tensor cores multiply elements as.
+template <element Element>
+using multiplied_as = cuda::std::conditional_t<std::same_as<Element, fp8_e4m3>, half, Element>;
+
+/// Neighbouring elements of 16 bytes, which are copied together.
 template <class Element>
 struct alignas(16) element_piece {
-  Element x[8];
+  static constexpr int count = 16 / static_cast<int>(sizeof(Element));
+  Element x[count];
 
   /// Copies those at `row`, which is aligned to 16 bytes, to `here`, in shared memory, by cp.async; zeros if
   /// not `there`, where `row` may be any readable row.
@@ -28,7 +34,7 @@ struct alignas(16) element_piece {
   /// Elements of any alignment are copied with plain loads.
   __device__ static void copy_elements(element_piece* here, const Element* row, bool there) {
 #pragma unroll 1
-    for (int i = 0; i < 8; ++i) here->x[i] = there ? row[i] : from_float<Element>(0.0f);
+    for (int i = 0; i < count; ++i) here->x[i] = there ? row[i] : from_float<Element>(0.0f);
   }
 };
 
@@ -49,6 +55,17 @@ __device__ void load_blocks(std::uint32_t (&to)[4], unsigned address) {
                  : "memory");
 }
 
+/// Numbers of fp8_e4m3 as F16, which has all of them, 2^-8 as large: bytes 0 and 2, and 1 and 3.
+__device__ inline void widen(std::uint32_t bytes, std::uint32_t& even, std::uint32_t& odd) {
+  const auto upper = [](std::uint32_t x) {
+    // The exponent is in four of the five bits, so that only NaN's overflows into the fifth.
+    const std::uint32_t magnitude = x >> 1 & 0x3f803f80u;
+    return magnitude | ((magnitude + 0x00800080u) & 0x40004000u) | (x & 0x80008000u);
+  };
+  even = upper(bytes << 8);
+  odd = upper(bytes);
+}
+
 __device__ inline std::uint32_t pair_of(half a, half b) {
   return __half_as_ushort(a) | std::uint32_t{__half_as_ushort(b)} << 16;
 }
@@ -60,10 +77,10 @@ __device__ inline std::uint32_t pair_of(bfloat16 a, bfloat16 b) {
 /// 4 and i = lane % 4 a thread has of rows g and g + 8 elements 2i, 2i + 1 in `rows[0]` and `rows[1]` and 2i
 /// + 8, 2i + 9 in `rows[2]` and `rows[3]`, of column g the same elements, and sums of row g, columns 2i and
 /// 2i + 1, then of row g + 8.
-template <element Element>
+template <class Number>
 __device__ void add_product(float (&sums)[4], const std::uint32_t (&rows)[4],
                             const std::uint32_t (&column)[2]) {
-  if constexpr (std::same_as<Element, half>)
+  if constexpr (std::same_as<Number, half>)
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
