@@ -153,13 +153,18 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
   const auto coded =
       std::find_if(all.begin(), all.end(), [](const contender& c) { return c.name == "freekv_key_codes"; });
   const contender stored = *coded;
+  std::vector<contender> corrected{stored};
+  std::copy_if(all.begin(), all.end(), std::back_inserter(corrected), [&](const contender& c) {
+    return c.name == "freekv_key_codes_units" && only.count(c.name) > 0;
+  });
   std::set<std::string> asked{"full"};
-  for (const auto& correction : a.corrections) {
-    all.push_back(stored);
-    all.back().name += ", " + correction;
-    asked.insert(all.back().name);
-    correct_by(all.back().method, correction);
-  }
+  for (const auto& correction : a.corrections)
+    for (const contender& of : corrected) {
+      all.push_back(of);
+      all.back().name += ", " + correction;
+      asked.insert(all.back().name);
+      correct_by(all.back().method, correction);
+    }
   for (const int pages : a.true_mass)
     for (const int unit : {0, 4}) {
       all.push_back(true_mass_of(unit, pages));

@@ -24,7 +24,7 @@ for layer in $(seq 1 29); do echo "$layer 4"; done >"$folder/voters.txt"
   --section batch --section draft --batch 3 --draft 4 --variant freekv --variant freekv_key_codes_deficit --prompt 500 \
   --steps 12 --budget 256 --commit smoke
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/papers" \
-  --section hard_kv --section arkv --variant streaming_llm --prompt 500 --steps 4 --budget 256 --commit smoke
+  --section quality --section hard_kv --section arkv --variant streaming_llm --variant freekv_key_codes_units --correction always --prompt 500 --steps 4 --budget 256 --commit smoke
 "$programs/freekv-record" "${common[@]}" --prompt 300 --steps 20 --layers 3,12 --out "$folder/traces"
 "$programs/freekv-basis" --model "$model" --threads 1 --text "$texts/genesis.txt" --tokens 300 --rank 24 --out "$folder/basis.safetensors"
 "$programs/freekv-basis" --model "$model" --threads 1 --text "$texts/genesis.txt" --tokens 300 --rank 24 --pairs --out "$folder/pairs.safetensors"
@@ -85,6 +85,9 @@ kept = {l["case"]: l["value"] for l in full if (l["bench"], l["metric"]) == ("qu
 assert kept["freekv"] < kept[truths[0]] < kept[truths[1]] < kept[truths[3]] < 1 and kept[truths[0]] < kept[truths[2]]
 over = [(l["case"], l["truth"]) for l in full if l["metric"] == "divergence_over_truth"]
 assert len(set(over)) == len(over) == 7 * 4 + 4 * 3 and ("freekv", truths[3]) in over
+corrected = {l["case"]: l["value"] for l in results("papers") if (l["bench"], l["metric"]) == ("quality", "corrected")}
+assert set(corrected) == {"full", "streaming_llm", "freekv_key_codes_units", "freekv_key_codes, always", "freekv_key_codes_units, always"}
+assert corrected["freekv_key_codes, always"] == corrected["freekv_key_codes_units, always"] == 1 > corrected["freekv_key_codes_units"]
 heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention")]
 assert len(heads) == 29 and all(abs(head[0] - 1) < 1e-5 > head[2] - 1 for head in heads)  # head 0 keeps everything
 heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention_compensated")]
