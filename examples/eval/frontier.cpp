@@ -409,7 +409,8 @@ prepared_prompt frontier::prepare(std::span<const llama_token> tokens) {
     if (c.method.needs_codebooks())
       learnt.codebooks.emplace(
           std::pair(c.method.codes, c.method.unit),
-          kv.learn_codebooks(codebook_sizes::of_codes(c.method.codes, c.method.unit_tokens(settings_.page)),
+          kv.learn_codebooks(codebook_sizes::of_codes(c.method.codes, j_.model().shape().head_dim,
+                                                      c.method.unit_tokens(settings_.page)),
                              j_.progress()));
   }
   for (const auto& [rows, rank] : ranks) learnt.bases.emplace(rows, kv.learn_basis(rows, rank));

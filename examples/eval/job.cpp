@@ -155,7 +155,7 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
   const contender stored = *coded;
   std::vector<contender> corrected{stored};
   std::copy_if(all.begin(), all.end(), std::back_inserter(corrected), [&](const contender& c) {
-    return c.name == "freekv_key_codes_units" && only.count(c.name) > 0;
+    return c.name.rfind("freekv_key_codes_units", 0) == 0 && only.count(c.name) > 0;
   });
   std::set<std::string> asked{"full"};
   for (const auto& correction : a.corrections)
@@ -387,9 +387,9 @@ learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
     const std::pair of{c.method.codes, c.method.unit};
     if (c.method.needs_codebooks() && !learnt.codebooks.contains(of))
       learnt.codebooks.emplace(
-          of, keys.learn_codebooks(
-                  codebook_sizes::of_codes(c.method.codes, c.method.unit_tokens(options_.common.page)),
-                  progress()));
+          of, keys.learn_codebooks(codebook_sizes::of_codes(c.method.codes, model_.shape().head_dim,
+                                                            c.method.unit_tokens(options_.common.page)),
+                                   progress()));
   }
   for (const auto& [rows, rank] : ranks) learnt.bases.emplace(rows, keys.learn_basis(rows, rank));
   if (key_rank > 0) learnt.factors = keys.learn_factors(key_rank);

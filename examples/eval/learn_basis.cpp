@@ -80,7 +80,8 @@ void run(int argc, char** argv) {
     std::cout << out << "\n";
   }
   if (!codebooks.empty()) {
-    keys.learn_codebooks(codebook_sizes::of_codes(codes, page), progress_line()).save(codebooks);
+    keys.learn_codebooks(codebook_sizes::of_codes(codes, m.shape().head_dim, page), progress_line())
+        .save(codebooks);
     std::cout << codebooks << "\n";
   }
 }

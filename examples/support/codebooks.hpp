@@ -1,6 +1,7 @@
 // The codebooks of key_codes: learnt from keys by k-means, kept as a safetensors file.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <freekv/policies/key_codes.hpp>
@@ -17,9 +18,11 @@ struct codebook_sizes {
   int mean_dims = 4;
   int page = 32;  ///< tokens
 
-  /// About 32 dimensions in all: 6 codes of 5, 4 of 8, 8 of 4.
-  static codebook_sizes of_codes(int codes, int page = 32) {
-    return {.codes = codes, .dims = codes < 32 ? 32 / codes : 1, .page = page};
+  /// About 32 dimensions in all: 6 codes of 5, 4 of 8, 8 of 4. With a head_dim beyond 64, half of it, in
+  /// codes of 5 at most: 12 of 128, 24 of 256.
+  static codebook_sizes of_codes(int codes, int head_dim, int page = 32) {
+    const int wanted = std::max(32, head_dim / 2) / codes;
+    return {.codes = codes, .dims = std::clamp(wanted, 1, std::max(5, 32 / codes)), .page = page};
   }
 };
 

@@ -425,8 +425,17 @@ TEST_CASE("dimensions shrink where head_dim has too few", "[codebooks]") {
   const key_codebooks usual = codebook_set(2, 3, 64).view();
   CHECK(usual.codes * usual.dims == 30);
   CHECK(usual.mean_codes * usual.mean_dims == 32);
-  CHECK(codebook_sizes::of_codes(4).dims == 8);
-  CHECK(codebook_sizes::of_codes(40).dims == 1);
+  CHECK(codebook_sizes::of_codes(4, 64).dims == 8);
+  CHECK(codebook_sizes::of_codes(40, 64).dims == 1);
+}
+
+TEST_CASE("codes of longer keys have as many dimensions", "[codebooks]") {
+  CHECK(codebook_sizes::of_codes(12, 64).dims == 2);
+  CHECK(codebook_sizes::of_codes(12, 128).dims == 5);
+  CHECK(codebook_sizes::of_codes(24, 256).dims == 5);
+  CHECK(codebook_sizes::of_codes(40, 256).dims == 3);
+  CHECK(codebook_sizes::of_codes(6, 256).dims == 5);
+  CHECK(codebook_sizes::of_codes(4, 256).dims == 8);
 }
 
 TEST_CASE("codebooks come back from their file", "[codebooks]") {

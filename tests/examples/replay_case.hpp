@@ -169,7 +169,7 @@ inline void learn_codebooks(replay_case& c) {
   if (o.method.summary != "key_codes") return;
   using namespace freekv::examples;
   codebook_set learnt(1, o.kv_heads, o.head_dim,
-                      codebook_sizes::of_codes(o.method.codes, o.method.unit_tokens(o.page)));
+                      codebook_sizes::of_codes(o.method.codes, o.head_dim, o.method.unit_tokens(o.page)));
   std::vector<float> keys(c.k.begin(), c.k.begin() + c.layer.prompt * o.kv_heads * o.head_dim);
   for (float& x : keys) x = rounded(x, o.element);
   learnt.learn(0, keys);

@@ -268,7 +268,7 @@ void layer_setup::take_codebooks(const replay_options& o, const trace_form& t, c
   }
   in_head_dim("--codes", o.method.codes, t);
   codebooks_.emplace(1, t.kv_heads, t.head_dim,
-                     codebook_sizes::of_codes(o.method.codes, o.method.unit_tokens(o.page)));
+                     codebook_sizes::of_codes(o.method.codes, t.head_dim, o.method.unit_tokens(o.page)));
   options_.codebooks = codebooks_->layer(0);
 }
 }  // namespace freekv::examples

@@ -73,7 +73,7 @@ class basic_cuda_backend {
 };
 
 using cuda_backend = basic_cuda_backend<>;
-/// Backend whose attention multiplies by tensor cores: F16 and BF16, head_dim a multiple of 16.
+/// Backend whose attention multiplies by tensor cores: F16, BF16 and fp8, head_dim a multiple of 16.
 using tensor_core_backend = basic_cuda_backend<device::multiplies::tensor_cores>;
 
 }  // namespace freekv
