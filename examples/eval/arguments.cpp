@@ -49,8 +49,7 @@ void add_options(CLI::App& app, arguments& a) {
                      "; several allowed");
   app.add_option(
       "--correction", a.corrections,
-      "Rows of freekv_key_codes, and of freekv_key_codes_units and freekv_key_codes_units_completed where "
-      "--variant names them, corrected so: " +
+      "Rows of freekv_key_codes, and of others by key_codes that --variant names, corrected so: " +
           names_of(corrections) +
           ", with =VALUE for its tau, delta, epsilon or steps, and of verified_share =VALUE,SAMPLES; "
           "several allowed");

@@ -155,7 +155,7 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
   const contender stored = *coded;
   std::vector<contender> corrected{stored};
   std::copy_if(all.begin(), all.end(), std::back_inserter(corrected), [&](const contender& c) {
-    return c.name.rfind("freekv_key_codes_units", 0) == 0 && only.count(c.name) > 0;
+    return c.name != stored.name && c.method.needs_codebooks() && only.count(c.name) > 0;
   });
   std::set<std::string> asked{"full"};
   for (const auto& correction : a.corrections)
