@@ -19,7 +19,8 @@ constexpr bool runs_on_a_device() {
     return false;
   else
     return std::is_same_v<typename Method::pack::completion, no_completion> &&
-           !sampling_selection<typename Method::pack::selection>;
+           !sampling_selection<typename Method::pack::selection> &&
+           !hooks_of<typename Method::pack::correction>::has(hook::of_attention);
 }
 
 /// Those of a list that a device has.

@@ -141,8 +141,9 @@ typedef struct freekv_cuda_options {
 /* 1 where the library is compiled for CUDA too, with -DFREEKV_C_CUDA=ON; else 0. */
 FREEKV_API int32_t freekv_has_cuda(void);
 /* Streams of a device, which serve one pipeline at a time and stay as long as the backend. Of the methods it
- * has those that retrieve, but for those that complete attention or sample; a pipeline of another, or with a
- * store_file, is a settings_error. Usage_error; device_error; settings_error without freekv_has_cuda. */
+ * has those that retrieve, but for those that complete attention, sample or are corrected by shares of all
+ * attention; a pipeline of another, or with a store_file, is a settings_error. Usage_error; device_error;
+ * settings_error without freekv_has_cuda. */
 FREEKV_API freekv_status freekv_backend_create_cuda(const freekv_cuda_options* options,
                                                     freekv_backend** backend);
 
