@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <freekv/algorithms/unit_list.hpp>
 #include <freekv/config.hpp>
 #include <freekv/policies/correction.hpp>
 
@@ -25,16 +24,16 @@ FREEKV_HD int exchange_units(const Correction& correction, const selected_and_be
   int count = units.count;
   while (correction.flags(selection_masses{mass_of(units.selected, count), of_best})) {
     std::int32_t gain = -1;
-    for (int i = 0; i < units.best_count; ++i)
-      if (!unit_list{units.selected, count}.has(units.best[i]) &&
-          (gain < 0 || value(units.best[i]) > value(gain)))
-        gain = units.best[i];
-    if (gain < 0) break;
     int loss = -1;
-    for (int i = 0; i < count; ++i)
-      if (!unit_list{units.best, units.best_count}.has(units.selected[i]) &&
-          (loss < 0 || value(units.selected[i]) < value(units.selected[loss])))
-        loss = i;
+    for (int i = 0, j = 0; i < count || j < units.best_count;) {
+      const bool is_selected = i < count && (j == units.best_count || units.selected[i] <= units.best[j]);
+      const bool is_best = j < units.best_count && (i == count || units.best[j] <= units.selected[i]);
+      if (!is_selected && (gain < 0 || value(units.best[j]) > value(gain))) gain = units.best[j];
+      if (!is_best && (loss < 0 || value(units.selected[i]) < value(units.selected[loss]))) loss = i;
+      i += is_selected;
+      j += is_best;
+    }
+    if (gain < 0) break;
     // The gain goes to its place among those that stay.
     int at = loss < 0 ? count++ : loss;
     for (; at > 0 && units.selected[at - 1] > gain; --at) units.selected[at] = units.selected[at - 1];

@@ -61,26 +61,45 @@ FREEKV_HD void score_unit_by_head(T team, const S& summary, kv_extent unit, cons
   for (int g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
 }
 
-/// `score_unit` of up to `units_at_once` units with queries prepared `by_four`: those of unit j go to
+/// `score_unit` of up to `units_by_four` units with queries prepared so: those of unit j go to
 /// `out.first[j + g * out.stride]`.
 template <team T, class S>
 void score_units_by_four(T team, const S& summary, kv_extent unit, const stored_summaries& units,
                          const prepared_queries& queries, const score_column& out) {
-  static_assert(units_at_once <= 32);  // a bit of `nan` each
-  float scores[4 * (units_at_once + 1)];
-  std::uint32_t nan = 0;
+  using pack = typename T::pack;
+  float scores[4 * units_by_four];
+  const pack largest(cuda::std::numeric_limits<float>::max());
+  pack zero_if_finite(0.0f);
   for (int first = 0; first < queries.group; first += 4) {
     summary.score_four(team, {queries.data + first * queries.width, unit, queries.scale}, units, scores);
     const int heads = queries.group - first < 4 ? queries.group - first : 4;
-    for (int g = 0; g < heads; ++g)
-      for (int j = 0; j < units.count; ++j) {
-        const float score = scores[4 * j + g];
-        nan |= std::uint32_t{score != score} << j;
-        out.first[j + (first + g) * out.stride] = clamp_score(score);
+    float* const to = out.first + first * out.stride;
+    const int packed = units.count / T::width * T::width;
+    for (int j = 0; j < packed; j += T::width) {
+      pack of_head[4];
+      team.load_by_four(scores + 4 * j, of_head);
+      FREEKV_UNROLL
+      for (int g = 0; g < 4; ++g) {
+        if (g >= heads) break;
+        zero_if_finite = zero_if_finite + of_head[g] * pack(0.0f);
+        team.store(to + j + g * out.stride, team.select_greater(of_head[g], largest, largest, of_head[g]));
+      }
+    }
+    for (int j = packed; j < units.count; ++j)
+      for (int g = 0; g < heads; ++g) {
+        zero_if_finite = zero_if_finite + pack(scores[4 * j + g] * 0.0f);
+        to[j + g * out.stride] = clamp_score(scores[4 * j + g]);
       }
   }
-  for (int j = 0; nan != 0 && j < units.count; ++j)
-    for (int g = 0; (nan >> j & 1) != 0 && g < queries.group; ++g) out.first[j + g * out.stride] = -infinity;
+  if (team.sum(zero_if_finite) == 0.0f) return;
+  for (int j = 0; j < units.count; ++j) {
+    bool nan = false;
+    for (int g = 0; g < queries.group; ++g) {
+      const float score = out.first[j + g * out.stride];
+      nan |= score != score;
+    }
+    for (int g = 0; nan && g < queries.group; ++g) out.first[j + g * out.stride] = -infinity;
+  }
 }
 
 /// Scores a unit by its stored summary. One that scores NaN for one head of the group scores -infinity for
@@ -103,22 +122,26 @@ template <class Key, bool Shares = false, team T, class S>
 FREEKV_HD void score_units(T team, const S& summary, kv_extent unit, const std::byte* stored,
                            std::size_t bytes, int units, const prepared_queries& queries, float* numbers,
                            const score_column& out) {
+  const auto from = [&](int first) { return stored + to_size(first) * bytes; };
+  if constexpr (scores_four_heads<S, T>)
+    if (queries.by_four) {
+      for (int first = 0; first < units; first += units_by_four) {
+        const int count = units - first < units_by_four ? units - first : units_by_four;
+        score_units_by_four(team, summary, unit, {from(first), bytes, count}, queries,
+                            {out.first + first, out.stride});
+      }
+      return;
+    }
   constexpr int at_once = units_at_once;
   for (int first = 0; first < units; first += at_once) {
     const int count = units - first < at_once ? units - first : at_once;
-    const std::byte* const from = stored + to_size(first) * bytes;
     const score_column to{out.first + first, out.stride};
-    if constexpr (scores_four_heads<S, T>)
-      if (queries.by_four) {
-        score_units_by_four(team, summary, unit, {from, bytes, count}, queries, to);
-        continue;
-      }
     bool multiplied = false;
     using wide = typename wide_team<T>::type;
     if constexpr (linear_summary<S>)
       multiplied =
           queries.width % wide::width == 0 &&
-          with_elements<Key>(summary, from, [&]<class Element>(const Element* elements) {
+          with_elements<Key>(summary, from(first), [&]<class Element>(const Element* elements) {
             const auto stride = static_cast<std::int64_t>(bytes / sizeof(Element));
             const Element* const ahead = first + at_once < units ? elements + at_once * stride : nullptr;
             const row_block<Element> rows{elements, stride, queries.width, count, ahead, queries.width};
@@ -139,7 +162,7 @@ FREEKV_HD void score_units(T team, const S& summary, kv_extent unit, const std::
         finite = finite && to.first[g * to.stride + j] * 0.0f == 0.0f;
       if (!finite)
         score_unit_by_head<Key>(static_cast<typename narrow_team<T>::type>(team), summary, unit,
-                                from + to_size(j) * bytes, queries, numbers, {to.first + j, to.stride});
+                                from(first + j), queries, numbers, {to.first + j, to.stride});
     }
   }
 }

@@ -35,8 +35,8 @@
 //   stage(p, n, to)       copies n bytes, a multiple of 4 of that alignment, to memory that is faster to
 //                         read again, n + 16 bytes of an alignment of 16, and returns where they are
 //   load_halves(p, q)     of 8 lanes: p[0 .. 4), then q[0 .. 4); with it come the next three
-//   swap_halves(x)        the second four lanes, then the first
 //   store_by_four(p, x)   of an array of 4 packs: p[4 * i + g] is lane i of x[g]
+//   load_by_four(p, x)    to an array of 4 packs, the reverse
 //   repeat(x), fold(x)    of it and its `wide`: a pack whose lanes are x's over and over; of such a pack the
 //                         sum of what would be in one lane of 8
 //   apart(body)           body() as a function of its own, shared by all who call it with a body of the

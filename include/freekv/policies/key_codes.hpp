@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <cstring>
 #include <freekv/core/size.hpp>
 #include <freekv/core/unroll.hpp>
 #include <freekv/policies/mean_summaries.hpp>
+#include <type_traits>
 
 namespace freekv {
 
@@ -316,34 +319,36 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     token.tabulate_four(team, queries, prepared + mean.codes * row_of_four);
     for (int g = 0; g < 4; ++g) prepared[static_cast<int>(not_finite) * 4 + g] = NAN;
   }
-  /// First every token's product with four heads, then their exponentials, last the logarithms of sums, of
-  /// several units together so that none waits for another's. Lanes are two tokens or two units of four heads
-  /// each. Log-masses of finite numbers; what is not, or NaN, is put right in the end.
+  /// Lanes are four heads of two units. Of all units first what means contribute, so that the nearest cache
+  /// holds either table while it is read; then of a few units all tokens' products, their exponentials, last
+  /// the logarithms of sums, so that none waits for another's. Log-masses of finite numbers; what is not, or
+  /// NaN, is put right in the end.
   template <team_of_halves T>
   void score_four(T team, const unit_query& query, const stored_summaries& units, float* scores) const {
     using pack = typename T::pack;
     using wide = typename detail::wide_team<T>::type;
-    constexpr int room = 4 * 256;  // products of the largest unit
+    constexpr int room = T::width * 256, most_pairs = 8;  // products of two of the largest units
     alignas(64) float products[room];
-    float most[4 * (units_at_once + 1)], sum[4 * (units_at_once + 1)];
-    const int used = 4 * query.unit.tokens, padded = (used + wide::width - 1) / wide::width * wide::width;
-    const int at_once = std::min(room / padded, units_at_once);
+    float most[most_pairs * T::width], sum[most_pairs * T::width];
+    const auto two = [&](int j) { return two_units{units.at(j), units.at(j + 1 < units.count ? j + 1 : j)}; };
+    for (int j = 0; j < units.count; j += 2)
+      team.store(scores + 4 * j, pack(query.scale) * of_means(team, query, two(j)));
+    const int of_pair = T::width * query.unit.tokens;
+    const int at_once = 2 * std::clamp(512 / of_pair, 1, most_pairs);
     const pack largest_float(std::numeric_limits<float>::max());
     for (int first = 0; first < units.count; first += at_once) {
       const int count = std::min(units.count - first, at_once);
-      for (int j = 0; j < count; ++j) {
-        float* const x = products + j * padded;
-        team.store(most + 4 * j, multiply_four(team, query, units.at(first + j), x));
-        for (int i = used; i < padded; i += T::width) team.store(x + i, pack(-infinity));
-      }
-      for (int j = 0; j < count; ++j) {
-        const float* const x = products + j * padded;
-        const auto base = wide{}.repeat(team.load_halves(most + 4 * j, most + 4 * j));
+      for (int j = 0; j < count; j += 2)
+        team.store(most + 4 * j,
+                   multiply_four(team, query, two(first + j), team.load(scores + 4 * (first + j)),
+                                 products + j / 2 * of_pair));
+      for (int j = 0; j < count; j += 2) {
+        const float* const x = products + j / 2 * of_pair;
+        const auto base = wide{}.repeat(team.load(most + 4 * j));
         typename wide::pack total(0.0f);
-        for (int i = 0; i < padded; i += wide::width)
+        for (int i = 0; i < of_pair; i += wide::width)
           total = total + wide{}.bounded_exp(wide{}.load(x + i) - base);
-        const pack of_pairs = wide{}.fold(total);
-        team.store(sum + 4 * j, of_pairs + team.swap_halves(of_pairs));
+        team.store(sum + 4 * j, wide{}.fold(total));
       }
       for (int j = 0; j < count; j += 2) {
         const pack m = team.load(most + 4 * j);
@@ -361,48 +366,60 @@ struct key_codes<Codes, MeanCodes>::head_policy {
   }
 
  private:
-  /// The products of a unit's tokens with four heads, to `x`; returns each head's largest finite one, twice.
-  template <team_of_halves T>
-  typename T::pack multiply_four(T team, const unit_query& query, const std::byte* stored, float* x) const {
-    using pack = typename T::pack;
-    const auto entry = [](const float* row, std::uint8_t code) { return row + std::size_t{code} * 4; };
-    const auto larger = [&](const pack& a, const pack& b) { return team.select_greater(a, b, a, b); };
-    const auto* code = reinterpret_cast<const std::uint8_t*>(stored);
-    const float* table = query.data;
-    pack of_mean(0.0f);
-    for (int nth = 0; nth < mean.codes; ++nth, table += row_of_four) {
-      const float* const of_all = entry(table, code[nth]);
-      of_mean = of_mean + team.load_halves(of_all, of_all);
+  /// Summaries of two units, one perhaps twice.
+  struct two_units {
+    const std::byte *first, *second;
+    const std::uint8_t* codes(int unit) const {
+      return reinterpret_cast<const std::uint8_t*>(unit == 0 ? first : second);
     }
-    code += mean.codes;
+  };
+
+  /// Products of two units' means with four heads.
+  template <team_of_halves T>
+  typename T::pack of_means(T team, const unit_query& query, const two_units& units) const {
+    const std::uint8_t *const a = units.codes(0), *const b = units.codes(1);
+    const float* row = query.data;
+    typename T::pack sum(0.0f);
+    for (int nth = 0; nth < mean.codes; ++nth, row += row_of_four)
+      sum = sum + team.load_halves(row + std::size_t{a[nth]} * 4, row + std::size_t{b[nth]} * 4);
+    return sum;
+  }
+
+  /// The products of two units' tokens with four heads, to `x`; returns the largest finite ones. `base`: what
+  /// their means contribute.
+  template <team_of_halves T>
+  typename T::pack multiply_four(T team, const unit_query& query, const two_units& units,
+                                 const typename T::pack& base, float* x) const {
+    using pack = typename T::pack;
     const int tokens = query.unit.tokens;
-    const pack scale(query.scale), base = scale * of_mean;
+    const float* const table = query.data + mean.codes * row_of_four;
+    const std::uint8_t *const a = units.codes(0) + mean.codes, *const b = units.codes(1) + mean.codes;
+    const pack scale(query.scale);
     pack largest(-std::numeric_limits<float>::max());
-    const auto multiply = [&]<int Pairs>(std::integral_constant<int, Pairs>, int t) {
-      const std::uint8_t* two = code + t;
+    const auto multiply = [&]<int Tokens>(std::integral_constant<int, Tokens>, int t) {
       const float* row = table;
-      pack of_pair[Pairs];
+      const std::uint8_t *of_a = a + t, *of_b = b + t;
+      pack sum[Tokens];
       FREEKV_UNROLL
-      for (int i = 0; i < Pairs; ++i)
-        of_pair[i] = team.load_halves(entry(row, two[2 * i]), entry(row, two[2 * i + 1]));
-      for (int nth = 1; nth < token.codes; ++nth) {
-        row += row_of_four;
-        two += tokens;
+      for (int i = 0; i < Tokens; ++i) sum[i] = pack(0.0f);
+      for (int nth = 0; nth < token.codes; ++nth, row += row_of_four) {
         FREEKV_UNROLL
-        for (int i = 0; i < Pairs; ++i)
-          of_pair[i] = of_pair[i] + team.load_halves(entry(row, two[2 * i]), entry(row, two[2 * i + 1]));
+        for (int i = 0; i < Tokens; ++i)
+          sum[i] = sum[i] + team.load_halves(row + std::size_t{of_a[i]} * 4, row + std::size_t{of_b[i]} * 4);
+        of_a += tokens;
+        of_b += tokens;
       }
       FREEKV_UNROLL
-      for (int i = 0; i < Pairs; ++i) {
-        of_pair[i] = base + scale * of_pair[i];
-        largest = larger(of_pair[i], largest);
-        team.store(x + 4 * t + i * T::width, of_pair[i]);
+      for (int i = 0; i < Tokens; ++i) {
+        sum[i] = base + scale * sum[i];
+        largest = team.select_greater(sum[i], largest, sum[i], largest);
+        team.store(x + (t + i) * T::width, sum[i]);
       }
     };
     int t = 0;
-    for (; t + 4 <= tokens; t += 4) multiply(std::integral_constant<int, 2>{}, t);
-    if (t < tokens) multiply(std::integral_constant<int, 1>{}, t);
-    return larger(largest, team.swap_halves(largest));
+    for (; t + 4 <= tokens; t += 4) multiply(std::integral_constant<int, 4>{}, t);
+    for (; t < tokens; t += 2) multiply(std::integral_constant<int, 2>{}, t);
+    return largest;
   }
 
   /// offset + rows^T * centroids.

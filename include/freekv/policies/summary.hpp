@@ -146,8 +146,8 @@ FREEKV_HD void prepare_query(T team, const S& summary, const group_query& query,
     for (int i = 0; i < query.head_dim; i += T::width) team.store(prepared + i, team.load(query.data + i));
 }
 
-/// Units that are scored together at most.
-inline constexpr int units_at_once = 32;
+/// Units that are scored together at most, and that are by `score_four`.
+inline constexpr int units_at_once = 32, units_by_four = 256;
 
 /// Stored summaries of several units, `bytes` apart.
 struct stored_summaries {
@@ -159,7 +159,7 @@ struct stored_summaries {
 };
 
 /// A summary that, on that team, scores four query heads at once: `prepare_four(team, query, prepared)`
-/// has up to four heads to (query_width, 4), `score_four(team, query, units, scores)` up to `units_at_once`
+/// has up to four heads to (query_width, 4), `score_four(team, query, units, scores)` up to `units_by_four`
 /// units' scores to (units, 4), with room for one unit more.
 template <class S, class T>
 concept scores_four_heads = team_of_halves<T> &&
@@ -249,8 +249,8 @@ struct team_to_try : scalar_team {
   static constexpr int width = 8;
   pack sum_each(const pack (&x)[width]) const;
   pack load_halves(const float*, const float*) const;
-  pack swap_halves(pack) const;
   void store_by_four(float*, const pack (&)[4]) const;
+  void load_by_four(const float*, pack (&)[4]) const;
   pack repeat(pack) const;
   pack fold(pack) const;
 };

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <freekv/algorithms/attend_slice.hpp>
+#include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/backend/host/complete_attention.hpp>
 #include <freekv/backend/host/encoded_pages.hpp>
@@ -102,13 +103,28 @@ struct attention_job {
     const attention_list entries = list(row, head);
     const int begin = nth * entries_per_part(entries);
     const int end = std::min(begin + entries_per_part(entries), entries.size());
+    int gathered = 0;  // tokens of small units, which are attended to together
+    const auto attend_gathered = [&] {
+      if (gathered == 0) return;
+      attend_slice<d>(set, {w.query, s.heads.group(), d}, as_const(gathered_rows(w, 0)), gathered, part,
+                      w.rows, s.soft_cap);
+      gathered = 0;
+    };
     for_entries(entries, head, {begin, end - begin}, w,
                 [&](int i, const head_slice<element>& rows, const element* ahead) {
+                  if (gathers(entries, head, i, w)) {
+                    copy_slice<d>(as_const(rows), gathered_rows(w, gathered), s.unit.tokens);
+                    gathered += s.unit.tokens;
+                    if (gathered + s.unit.tokens > gathered_tokens<d>) attend_gathered();
+                    return;
+                  }
+                  attend_gathered();
                   if constexpr (freekv::detail::may_complete<Policies>)
                     if (refreshes(row, head, entries, i))
                       return attend_and_refresh(set, entries, head, i, rows, part, w, ahead);
                   attend_entry(set, entries, head, i, rows, part, w, ahead);
                 });
+    attend_gathered();
   }
   /// Calls `body(range, rows)` for all that a row and head attends to, page by page; only where `complete`.
   template <class Body>
@@ -186,6 +202,9 @@ struct attention_job {
     const int begin = some.first, end = some.first + some.count;
     if (!s.encoded || in_slots(entries)) {
       for (int i = begin; i < end; ++i) {
+        if (const int later = i + gathered_tokens<d> / s.unit.tokens;
+            w.gathered != nullptr && later < end && entries.is_selected(later))
+          prefetch(rows_of(entries, later, entries.range(later), head), s.unit.tokens);
         const element* const ahead =
             i + 1 < end ? rows_of(entries, i + 1, entries.range(i + 1), head).key : nullptr;
         body(i, rows_of(entries, i, entries.range(i), head), ahead);
@@ -236,6 +255,26 @@ struct attention_job {
           }
       }
     });
+  }
+  /// True where entry i is a small unit, which all query heads attend to, each token with its own weight.
+  bool gathers(const attention_list& entries, int head, int i, const workspace& w) const {
+    if (w.gathered == nullptr || !entries.is_selected(i)) return false;
+    if constexpr (freekv::detail::may_sample<Policies>)
+      if (freekv::detail::samples(policies)) return false;
+    return s.attended_by_heads(entry.sequence, head, entries, i) == nullptr;
+  }
+  static void prefetch(const head_slice<element>& rows, int tokens) {
+    constexpr int line = 64 / static_cast<int>(sizeof(element));
+    for (int t = 0; t < tokens; ++t)
+      for (int i = 0; i < d; i += line) {
+        __builtin_prefetch(rows.key + t * rows.stride + i);
+        __builtin_prefetch(rows.value + t * rows.stride + i);
+      }
+  }
+  /// Where small units are gathered, from token `first` on.
+  static head_slice<element> gathered_rows(const workspace& w, int first) {
+    auto* const keys = reinterpret_cast<element*>(w.gathered) + first * d;
+    return {keys, keys + gathered_tokens<d> * d, d};
   }
   bool completes(int head) const {
     return s.page_values != nullptr && !complete && s.kind_of(head) == layer_kind::retrieval;

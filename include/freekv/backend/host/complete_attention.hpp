@@ -58,7 +58,8 @@ class masses_left {
       : kv_heads_(s.kv_heads),
         query_heads_(s.group * s.decode_rows),
         floats_(unselected_masses::floats(s.max_pages)) {
-    const auto heads = to_size(s.completes ? sequences * kv_heads_ : 0);
+    if (!s.completes) return;  // and no memory: an empty array has an address, too
+    const auto heads = to_size(sequences * kv_heads_);
     known_ = memory.take<std::uint8_t>(heads);
     masses_ = memory.take<float>(heads * to_size(query_heads_) * to_size(floats_));
   }

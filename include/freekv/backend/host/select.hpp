@@ -100,10 +100,15 @@ class head_selection {
       return candidates;
     }
     score(candidates);
-    const int count = resolve(policies_.selection, [&]<class Selection>(const Selection& selection) {
-      const int chosen = choose(selection, candidates, most_of(candidates));
-      if constexpr (favours_held<Selection>) favour(selection.favour(), held, candidates, chosen);
-      return chosen;
+    int count = 0;
+    resolve(policies_.selection, [&]<class Selection>(const Selection& selection) {
+      if (chosen_ < 0) chosen_ = choose(selection, candidates, most_of(candidates));
+      count = chosen_;
+      if constexpr (favours_held<Selection>) {
+        if (held.empty()) return;
+        favour(selection.favour(), held, candidates, count);
+        chosen_ = -1;
+      }
     });
     for (int i = 0; i < count; ++i) units[i] = unit_of_key(w_.keys[i]);
     std::int32_t* const end = std::copy(pinned_.begin(), pinned_.end(), units + count);
@@ -162,8 +167,8 @@ class head_selection {
     resolve(policies_.pooling, [&]<class P>(const P&) {
       pool_candidates(set_, pooling_of_heads<P>{}, heads, stride, padded, rows);
     });
-    scored_ = pooled_ = candidates;
-    knows_log_sum_ = false;
+    scored_ = candidates;
+    pooled_are(candidates);
   }
 
   /// Corrects the head by the masses of units, all of the first `candidates` candidates; returns how many it
@@ -258,7 +263,11 @@ class head_selection {
     scored_ = candidates;
     for (const std::int32_t unit : pinned_) empty_column(unit - first_unit_);
     pool(candidates);
+    pooled_are(candidates);
+  }
+  void pooled_are(int candidates) {
     pooled_ = candidates;
+    chosen_ = -1;
     knows_log_sum_ = false;
   }
 
@@ -409,6 +418,7 @@ class head_selection {
   prepared_queries prepared_{};
   std::once_flag begun_;
   int scored_ = 0, pooled_ = 0;  // candidates that have been
+  int chosen_ = -1;              // of those pooled, whose keys are first in `w.keys`; below 0: none yet
   log_sum_exp log_sum_;          // of the pooled scores, once it is known
   bool knows_log_sum_ = false;
 };

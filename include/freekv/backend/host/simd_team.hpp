@@ -162,8 +162,17 @@ struct simd_team {
   }
   [[gnu::always_inline]] pack repeat(const pack8& x) const { return x; }
   [[gnu::always_inline]] pack8 fold(const pack& x) const { return x; }
-  [[gnu::always_inline]] pack swap_halves(const pack& x) const {
-    return pack(__builtin_shufflevector(x.v, x.v, 4, 5, 6, 7, 0, 1, 2, 3));
+  [[gnu::always_inline]] void load_by_four(const float* p, pack (&x)[4]) const {
+    const float8 a = load_halves(p, p + 16).v, b = load_halves(p + 4, p + 20).v,
+                 c = load_halves(p + 8, p + 24).v, d = load_halves(p + 12, p + 28).v;
+    const float8 of_two[4] = {__builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13),
+                              __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15),
+                              __builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13),
+                              __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15)};
+    for (int i = 0; i < 2; ++i) {
+      x[2 * i].v = __builtin_shufflevector(of_two[i], of_two[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      x[2 * i + 1].v = __builtin_shufflevector(of_two[i], of_two[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
   }
   [[gnu::always_inline]] void store_by_four(float* p, const pack (&x)[4]) const {
     const float8 a = __builtin_shufflevector(x[0].v, x[1].v, 0, 8, 1, 9, 4, 12, 5, 13),

@@ -21,6 +21,7 @@ struct workspace_sizes {
   int max_pages = 0, max_units = 0;                  // of one sequence
   int selected_units = 0;                            // of one KV head
   int pooled_heads = 0;                              // KV heads that select together, if any
+  std::size_t gathered_bytes = 0;                    // of keys and values of small units, if any
   std::size_t slice_bytes = 0, slice_alignment = 1;  // of encoded pages, if any
   std::size_t decoded_bytes = 0;                     // of a page and KV head that was encoded
   int shared_floats = 0;                             // of a codec
@@ -34,6 +35,10 @@ struct workspace_sizes {
   /// Scores of `candidates` candidates, rounded up to whole packs of any team.
   static constexpr std::int64_t padded(int candidates) { return (std::int64_t{candidates} + 15) / 16 * 16; }
 };
+
+/// Tokens of small units that are attended to together at most.
+template <int HeadDim>
+inline constexpr int gathered_tokens = freekv::detail::attention_block<HeadDim>;
 
 /// Sizes for a pipeline of layers like `State` with these settings.
 template <class State, class Settings>
@@ -49,6 +54,8 @@ workspace_sizes workspace_sizes_of(const Settings& s) {
                         .attention_floats = attention_scratch<head_dim>,
                         .max_pages = s.max_pages(),
                         .max_units = s.max_units()};
+  if (s.unit_tokens() < s.page.tokens && 2 * s.unit_tokens() <= gathered_tokens<head_dim>)
+    sizes.gathered_bytes = to_size(2 * gathered_tokens<head_dim> * head_dim) * sizeof(element);
   if (s.encodes()) {
     sizes.slice_bytes = stored_slice_bytes<element, head_dim>(s);
     if (s.capacity.store_file) sizes.slice_alignment = s.capacity.store_file->alignment();
@@ -95,6 +102,7 @@ struct workspace {
   float* log_sums = nullptr;      // (scoring heads, or KV heads that select together)
   std::uint64_t* keys = nullptr;  // (candidates)
   std::int32_t* units = nullptr;  // (K)
+  std::byte* gathered = nullptr;  // (2, gathered_tokens, head_dim) elements, or null
   std::byte* encoded = nullptr;   // (most_staged or kv heads, slice_bytes)
   std::byte* decoded = nullptr;   // (most_staged, 2, page tokens, head_dim) elements
   float* shared = nullptr;        // (shared_floats)
@@ -125,6 +133,7 @@ struct workspace {
     w.log_sums = memory.take<float>(to_size(std::max(scoring_heads, s.pooled_heads)));
     w.keys = memory.take<std::uint64_t>(to_size(s.max_units));
     w.units = memory.take<std::int32_t>(to_size(s.selected_units));
+    if (s.gathered_bytes > 0) w.gathered = memory.take<std::byte>(s.gathered_bytes);
     w.encoded =
         memory.take_aligned(s.slice_bytes * to_size(std::max(most_staged, s.kv_heads)), s.slice_alignment);
     w.decoded = memory.take<std::byte>(s.decoded_bytes * to_size(most_staged));
