@@ -222,9 +222,23 @@ class engine {
       step.end();
       pipeline_.synchronize();
     }
-    for (int layer = 0; layer < layers; ++layer)
-      compare(layer, of, rows[to_size(layer)],
-              name + (in_place_ ? ", in place, layer " : ", with slots, layer ") + std::to_string(layer));
+    for (int layer = 0; layer < layers; ++layer) {
+      const std::string what = name_of(name, layer);
+      if (!of.empty()) compare(layer, of, rows[to_size(layer)], what);
+      compare_ends(layer, of, what);
+    }
+  }
+  /// A step that its only sequence leaves, which is released.
+  void step_without(int nth, const std::string& name) {
+    std::vector<layer_step> rows = rows_of({nth}, 1, batch);
+    for (table_memory& t : tables_[0]) t.spoil();
+    auto step = pipeline_.begin_step({{sequences_[to_size(nth)].id}});
+    step.append(0, {rows[0].keys, rows[0].values, rows[0].queries});
+    step.abandon(sequences_[to_size(nth)].id);
+    step.correct(0);
+    for (table_memory& t : tables_[0]) step.queue_tables(0, t.view());
+    pipeline_.synchronize();
+    compare_ends(0, {}, name_of(name, 0));
   }
   /// Times that heads of a sequence had tables of different lengths.
   int uneven() const { return uneven_; }
@@ -302,6 +316,9 @@ class engine {
     }
     return rows;
   }
+  std::string name_of(const std::string& name, int layer) const {
+    return name + (in_place_ ? ", in place, layer " : ", with slots, layer ") + std::to_string(layer);
+  }
   void run_layers(typename pipeline::step& step, std::vector<layer_step>& rows) {
     for (int layer = 0; layer < layers; ++layer) {
       layer_step& r = rows[to_size(layer)];
@@ -330,7 +347,14 @@ class engine {
       std::copy_n(r.by_table[i].begin(), out.device.size(), out.device.begin());
       checks_.close(std::string(names[i]) + ", " + name, out, 40);
     }
-    // Rows of no sequence are empty, and rows end with -1.
+    const auto& folded = tables_[to_size(layer)][1].block_counts;
+    for (std::size_t nth = 0; nth < of.size(); ++nth)
+      uneven_ += folded[nth * kv_heads] != folded[nth * kv_heads + 1];
+    compare_blocks(layer, of, name);
+    if (tables_[to_size(layer)].size() > 2) compare_united(layer, of, r, name);
+  }
+  /// Rows of no sequence are empty, and rows end with -1.
+  void compare_ends(int layer, const std::vector<int>& of, const std::string& name) {
     results<std::int32_t> ends(pinned<std::int32_t>{});
     for (table_memory& t : tables_[to_size(layer)])
       for (int row = 0; row < t.rows_count(); ++row) {
@@ -349,11 +373,6 @@ class engine {
         }
       }
     checks_.equal("ends of rows, " + name, ends);
-    const auto& folded = tables_[to_size(layer)][1].block_counts;
-    for (std::size_t nth = 0; nth < of.size(); ++nth)
-      uneven_ += folded[nth * kv_heads] != folded[nth * kv_heads + 1];
-    compare_blocks(layer, of, name);
-    if (tables_[to_size(layer)].size() > 2) compare_united(layer, of, r, name);
   }
   /// Blocks by head, in ascending order, are those of the units that the report names; of slots, what is in
   /// them comes later.
@@ -463,7 +482,8 @@ bool run_all(bool in_place_route, int block_tokens, report& checks, const std::s
   run.open(70 * Page / 8);
   run.open(41 * Page / 8);
   const auto steps = [&](const std::string& name) {
-    for (const std::vector<int>& of : {std::vector{0, 1}, {1}, {1, 0}, {0, 2, 1}}) run.step(of, what + name);
+    for (const std::vector<int>& of : {std::vector{0, 1}, {1}, {1, 0}, {}, {0, 2, 1}})
+      run.step(of, what + name);
   };
   run.open(10 * Page);
   steps("begun");
@@ -475,7 +495,9 @@ bool run_all(bool in_place_route, int block_tokens, report& checks, const std::s
   if (differ != selection_by_mass<Selection>)
     std::printf("FAILED %sheads of a sequence have %s lengths in captured steps\n", what.c_str(),
                 differ ? "different" : "the same");
-  return run.refuses() && differ == selection_by_mass<Selection>;
+  const bool refuses = run.refuses();
+  run.step_without(2, what + "abandoned");
+  return refuses && differ == selection_by_mass<Selection>;
 }
 
 }  // namespace

@@ -201,12 +201,14 @@ class step_ring {
                 .state = fast.take<upload_state>(1),
                 .status = page_locked.take<upload_status>(1)};
     for (device_step& step : steps_) step = {fast.take<step_entry>(entries), fast.take<std::int32_t>(1)};
+    no_entries_ = fast.take<std::int32_t>(1);
   }
   /// Empties the ring, before the first step.
   void clear(stream& compute) {
     std::fill_n(packets_.headers, depth, packet_header{});
     *packets_.status = {};
     check(cudaMemsetAsync(packets_.state, 0, sizeof *packets_.state, compute.get()), "cudaMemsetAsync");
+    check(cudaMemsetAsync(no_entries_, 0, sizeof *no_entries_, compute.get()), "cudaMemsetAsync");
   }
 
   /// Steps that the device has not taken yet, as the host knows.
@@ -241,6 +243,8 @@ class step_ring {
     }
   }
 
+  /// A step without entries, which needs no upload.
+  step_view empty_step() const { return {nullptr, no_entries_, {}}; }
   /// The patches of the next step, from the first; there is room for it.
   table_patch* patches() { return packets_.patches_of(planned_); }
   void plan(std::span<const step_entry> entries, std::int32_t patches, const step_bounds& brings) {
@@ -271,6 +275,7 @@ class step_ring {
 
   step_packets packets_;
   std::array<device_step, depth + 1> steps_;  // the last: of replays
+  std::int32_t* no_entries_ = nullptr;        // 0, on the device
   std::int64_t planned_ = 0;
 };
 

@@ -27,7 +27,7 @@ class table_uploads {
   /// behind.
   step_view begin_step(std::span<const step_entry> entries, bool has_begun = false) {
     const trace_range range("freekv begin step");
-    if (entries.empty()) return {};  // nothing is queued
+    if (entries.empty()) return ring_.empty_step();  // nothing is queued
     ring_.wait(backend_->compute());
     step_bounds most;
     const std::int32_t patches = fill_packet(entries, has_begun, most);
