@@ -442,7 +442,7 @@ typedef struct freekv_block_tables {
   int32_t* seq_lens;      /* (rows): tokens in a row's blocks */
   int32_t* block_counts;  /* (rows) */
   int32_t* indptr;        /* (rows + 1): where a row's blocks begin in `indices` */
-  int32_t* indices;       /* (rows * max_blocks) */
+  int32_t* indices;       /* (rows * max_blocks), with `indptr` */
   int32_t* last_page_len; /* (rows): tokens in a row's last block; 0 where it has none */
 } freekv_block_tables;
 

@@ -264,7 +264,10 @@ class engine {
     auto odd = tables_[0][0].view();
     odd.block_tokens = 3;
     expect("blocks of 3 tokens; choose a divisor of", [&] { step.queue_tables(0, odd); });
-    int expected = 4;
+    auto unplaced = tables_[0][0].view();
+    unplaced.indptr = nullptr;
+    expect("indices without indptr", [&] { step.queue_tables(0, unplaced); });
+    int expected = 5;
     if (in_unit < page) {
       expected += 2;
       odd.block_tokens = 0;

@@ -188,6 +188,8 @@ table_ids expect_tables(const State& s, const Settings& settings, int entries, c
     throw no_table(s, who, " has heads that keep everything, in the store, beside slots; attend here");
   if (to.rows == rows::all_heads && (to.indptr != nullptr || to.indices != nullptr))
     throw no_table(s, who, ": a table of all heads has rows of max_blocks, and no ragged form");
+  if (to.indices != nullptr && to.indptr == nullptr)
+    throw no_table(s, who, ": indices without indptr, which says where a row's begin; give both");
   if (to.sequences < entries)
     throw no_table(s, who,
                    ": tables are for " + std::to_string(to.sequences) + " sequences, and there are " +

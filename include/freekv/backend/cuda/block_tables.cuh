@@ -38,7 +38,7 @@ struct block_tables {
   std::int32_t* seq_lens = nullptr;       ///< (rows): tokens in a row's blocks
   std::int32_t* block_counts = nullptr;   ///< (rows)
   std::int32_t* indptr = nullptr;         ///< (rows + 1): where a row's blocks begin in `indices`
-  std::int32_t* indices = nullptr;        ///< (rows * max_blocks)
+  std::int32_t* indices = nullptr;        ///< (rows * max_blocks), with `indptr`
   std::int32_t* last_page_len = nullptr;  ///< (rows): tokens in a row's last block; 0 where it has none
 
   FREEKV_HD constexpr int size(int kv_heads) const {
