@@ -280,6 +280,27 @@ void attend_case(report& checks, random_numbers& random, const paged_case& c) {
   checks.equal(what + ": outputs of the last sequence alone", one.out);
 }
 
+/// Values of BF16 that are 2^115 times as large give outputs that are, bit for bit: no sum of them leaves
+/// float's range.
+template <class Tuned>
+void large_values(report& checks, random_numbers& random, const std::string& how) {
+  constexpr float factor = 0x1p115f;
+  const paged_case c{.group = 3, .kv_heads = 2, .lengths = {600, 5}};
+  case_memory<bfloat16, 64> m(c, random);
+  attended both(m.outputs(), 64);
+  const scratch_memory scratch(m.attention, c.block_tokens, 64);
+  m.attention.to = {both.out.host.data(), both.lse.host.data()};
+  attend<Tuned>(m.cache, m.attention, scratch.view);
+  for (float& x : both.out.host) x *= factor;
+  for (auto x = m.cache.data.begin() + (m.cache.view.tensor.values - m.cache.view.tensor.keys);
+       x != m.cache.data.end(); ++x)
+    *x = from_float<bfloat16>(to_float(*x) * factor);
+  m.attention.to = {both.out.device.data(), both.lse.device.data()};
+  attend<Tuned>(m.cache, m.attention, scratch.view);
+  checks.equal("values of 2^115 by " + how + ": outputs", both.out);
+  checks.equal("values of 2^115 by " + how + ": lse", both.lse);
+}
+
 /// The log-sum-exp of each block, beside outputs that are the same to rounding.
 template <class Tuned, class Element, int HeadDim>
 void block_by_block(report& checks, random_numbers& random, const paged_case& c) {
@@ -563,6 +584,8 @@ int main() {
                                    {.group = 3, .block_tokens = 8, .rows = 2, .lengths = {130, 0, 1, 16}});
   block_by_block<by_tensor_cores, bfloat16, 128>(
       checks, random, {.group = 5, .kv_heads = 2, .block_tokens = 32, .lengths = {33, 700}});
+  large_values<by_fma>(checks, random, "FMA");
+  large_values<by_tensor_cores>(checks, random, "tensor cores");
   masked_heads_alone<bfloat16, 32>(checks, random);
   masked_heads_alone<fp8_e4m3, 32>(checks, random);
   parts_in_turn(checks, random);

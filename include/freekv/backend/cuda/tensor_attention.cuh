@@ -54,7 +54,9 @@ class tensor_attention {
   static constexpr float unit = widens ? 0x1p8f : 1.0f;                 // of what is multiplied
   static constexpr int parts = std::same_as<multiplied, half> ? 2 : 3;  // of a float
   static constexpr int tiles = HeadDim / 16;
-  static constexpr float weight_unit = 0x1p14f;  // what a weight of 1 is multiplied as
+  // What a weight of 1 is multiplied as: in F16 so much that small weights keep their bits; bfloat16 has a
+  // float's range, which sums of its values may fill.
+  static constexpr float weight_unit = std::same_as<multiplied, half> ? 0x1p14f : 1.0f;
 
   static constexpr int of_piece = element_piece<Element>::count;
   static constexpr int pieces = HeadDim / of_piece;            // of a row
