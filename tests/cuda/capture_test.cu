@@ -553,10 +553,20 @@ bool refuses_what_has_no_order(const texts& source) {
   {
     engine run(source);
     prepared(run);
+    run.run({{.is = happening::open}});
     for (int i = 0; i < device::step_ring::depth; ++i) expect(plan(run, trace[3]));
     expect(refused<usage_error>("a wait for replays that are not queued", "no replay of them is queued",
                                 [&] { run.of().wait(); }));
+    const happening prompt{.parts = {{2, 40, step_phase::prefill}}};
+    const std::int32_t pages = run.of().free_pages();
+    expect(refused<usage_error>("a step begun while the ring is full of them", "no replay of them is queued",
+                                [&] { (void)run.of().begin_step(run.inputs_of(prompt)); }));
+    const bool unchanged = run.of().tokens(run.id(2)) == 0 && run.of().free_pages() == pages;
+    if (!unchanged) std::printf("FAILED a step that was refused has changed its sequence\n");
+    expect(unchanged);
     for (int i = 0; i < device::step_ring::depth; ++i) run.replay();
+    run.run({prompt});
+    expect(run.of().tokens(run.id(2)) == 40);
   }
   {
     engine run(source);

@@ -97,7 +97,8 @@ concept retrieval_stages = requires(T& stages, const State& s, std::span<State> 
   { stages.steps_ahead() } -> std::convertible_to<std::int64_t>;  // of the device
   stages.wait_to_plan();                                          // until there is room for one more
 
-  // In a step, whose view `begin_step` returns; again where it `has_begun` and sequences have left it:
+  // In a step, whose view `begin_step` returns, where there is room; again where it `has_begun` and sequences
+  // have left it:
   { stages.begin_step(entries, true) } -> std::same_as<typename T::step>;
   stages.append(s, step, rows);  // summarises pages it completes, and flags heads that have drifted
   stages.append_from(s, step, paged, recalled);  // prompts, from an engine's pages

@@ -253,9 +253,9 @@ class basic_retrieval_pipeline {
   /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or at most
   /// max_decode_rows decode rows, which attend causally among themselves and select as one group. Reserves
   /// every page and block that the step needs, or throws pool_exhausted, and no sequence has changed;
-  /// usage_error for sequences that are unknown, preempted or listed twice. Where others have to give up
-  /// blocks that hold nothing, it waits for what is queued; of a device also while that is
-  /// `device::step_ring::depth` steps behind.
+  /// usage_error for sequences that are unknown, preempted or listed twice, or where as many steps are
+  /// planned and not launched as the ring takes. Where others have to give up blocks that hold nothing, it
+  /// waits for what is queued; of a device also while that is `device::step_ring::depth` steps behind.
   [[nodiscard("a step that is not kept is abandoned at once")]] step begin_step(
       std::span<const step_input> rows) {
     core_.order.expect_outside_step("begin_step");
@@ -263,6 +263,7 @@ class basic_retrieval_pipeline {
     if (core_.backend.compute().is_capturing())
       throw usage_error("begin_step: the compute stream is captured; call begin_captured_step");
     core_.sequences->check_step(rows);
+    core_.stages().wait_to_plan();  // which may throw, so before anything changes
     detail::slot_budget(core_).reserve(rows);
     core_.sequences->begin_step(rows, core_.entries);
     core_.rows = core_.longest = core_.longest_prompt = 0;

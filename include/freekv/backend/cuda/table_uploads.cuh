@@ -23,12 +23,10 @@ class table_uploads {
   using tables = device_tables<State>;
 
   /// Uploads the step and what has changed in the tables, and no head of any layer is counted as flagged yet;
-  /// or, where it has begun already, what is left of it. Waits where the device is `step_ring::depth` steps
-  /// behind.
+  /// or, where it has begun already, what is left of it. There is room in the ring.
   step_view begin_step(std::span<const step_entry> entries, bool has_begun = false) {
     const trace_range range("freekv begin step");
     if (entries.empty()) return ring_.empty_step();  // nothing is queued
-    ring_.wait(backend_->compute());
     step_bounds most;
     const std::int32_t patches = fill_packet(entries, has_begun, most);
     return ring_.upload(patches, most.max_with(backend_->launch_bounds()), backend_->compute());
