@@ -793,6 +793,44 @@ void summarised(report& checks, random_numbers& random, const std::string& name,
     }
 }
 
+/// A launch for more units than an int counts summarises the pages that there are.
+template <class Summary>
+void summarised_of_many(report& checks, random_numbers& random, const Summary& summary) {
+  constexpr int d = 64, tokens = 32, page_count = 3, most_pages = 1 << 30, teams = 8;
+  layer_state<kv_shape<half, d>> s;
+  s.heads = {1, 1};
+  s.page = {tokens, d};
+  s.units_per_page = 4;
+  s.unit = {tokens / s.units_per_page, d};
+  s.max_pages = s.store_pages = page_count;
+  pinned<std::int32_t> page_table{2, 0, 1};
+  pinned<layer_kind> kinds{layer_kind::retrieval};
+  pinned<half> store = random.normals<half>(to_size(page_count * 2 * tokens * d));
+  s.page_table = page_table.data();
+  s.head_kinds = kinds.data();
+  s.store = pages_of<nhd, half, d>(store, page_count, {tokens, 1});
+  s.summary_bytes = summary_bytes<half>(summary, s.unit);
+
+  // Pages of the only entry come first, and behind them what the launch is sized for.
+  pinned<step_entry> entry{{.tokens = page_count * tokens, .phase = step_phase::prefill}};
+  pinned<std::int32_t> entries{1};
+  const device::step_view step{entry.data(), entries.data(), {.entries = 1, .pages = page_count}};
+  device::append_memory<half> memory;
+  memory.of_teams = {nullptr, std::int64_t{s.unit.tokens} * d, (summary.width(s.unit) + 3) / 4 * 4, teams};
+  pinned<float> scratch(to_size(teams * memory.of_teams.each()));
+  memory.of_teams.data = scratch.data();
+  results<std::byte> stored(to_size(page_count * s.units_per_page) * s.summary_bytes);
+  std::fill(stored.device.begin(), stored.device.end(), std::byte{0xff});
+  const auto run = [&](int pages, pinned<std::byte>& to) {
+    s.summaries = to.data();
+    device::launch_summarise(s, summary, step, {0, pages}, memory, nullptr);
+    require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  };
+  run(page_count, stored.host);
+  run(most_pages, stored.device);
+  checks.equal("summaries by a launch for 2^32 units", stored);
+}
+
 }  // namespace
 
 int main() {
@@ -819,6 +857,7 @@ int main() {
   const pinned<float> basis = random.normals<float>(25 * 64);
   summarised(checks, random, "key_subspace<24, 3>",
              key_subspace<24, 3>{.basis = {basis.data(), 1, 1, 24, 64}}, 64, -1);
+  summarised_of_many(checks, random, key_subspace<24, 3>{.basis = {basis.data(), 1, 1, 24, 64}});
   summarised(checks, random, "key_subspace<24, 32>",
              key_subspace<24, 32>{.basis = {basis.data(), 1, 1, 24, 64}}, 64, -1);
   key_codebooks of_keys{nullptr, 1, 1, 64, 5, 7, 6, 10};

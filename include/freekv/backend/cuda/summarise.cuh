@@ -34,10 +34,13 @@ __launch_bounds__(summarise_default.threads, 1) __global__
   const int p = s.page.tokens;
   float* const keys = scratch.data + 2 * block_x() * scratch.each();
   float* const numbers = keys + scratch.keys;
-  const int units = run.count * s.heads.kv * s.units_per_page;
-  for (int i = block_x(); i < units; i += blocks_x()) {
-    const int nth = i % s.units_per_page, head = i / s.units_per_page % s.heads.kv;
-    const int nth_of_run = i / s.units_per_page / s.heads.kv, at = run.first + nth_of_run;
+  const std::int64_t units = std::int64_t{run.count} * s.heads.kv * s.units_per_page;
+  for (std::int64_t i = block_x(); i < units; i += blocks_x()) {
+    const auto nth = static_cast<int>(i % s.units_per_page);
+    const std::int64_t of_page = i / s.units_per_page;
+    const auto head = static_cast<int>(of_page % s.heads.kv);
+    const auto nth_of_run = static_cast<int>(of_page / s.heads.kv);
+    const int at = run.first + nth_of_run;
     if (at / step.bounds.pages >= step.size()) return;
     const step_entry& entry = step.entries[at / step.bounds.pages];
     const int page = entry.before / p + at % step.bounds.pages;
