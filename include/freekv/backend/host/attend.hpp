@@ -271,7 +271,7 @@ struct attention_job {
         __builtin_prefetch(rows.value + t * rows.stride + i);
       }
   }
-  /// Where small units are gathered, from token `first` on.
+  /// Room for gathered small units, from token `first` on.
   static head_slice<element> gathered_rows(const workspace& w, int first) {
     auto* const keys = reinterpret_cast<element*>(w.gathered) + first * d;
     return {keys, keys + gathered_tokens<d> * d, d};
