@@ -14,10 +14,12 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../catch.hpp"
 #include "../sanitized.hpp"
+#include "failing_file.hpp"
 #include "random_settings.hpp"
 
 namespace {
@@ -278,6 +280,64 @@ TEST_CASE("pages that cannot be written fail the append, which can be repeated",
   const auto of_expected = run_step(expected.pipeline, expected.id, source, 1, step_phase::decode);
   CHECK(std::equal(out.begin(), out.end(), of_expected.out.end() - static_cast<long>(out.size())));
   CHECK(decode(expected.pipeline, expected.id, source, 40) == decode(filed.pipeline, filed.id, source, 40));
+}
+
+TEST_CASE("whichever write of prompts fails, their append can be repeated: not a bit is different",
+          "[store_in_file]") {
+  auto s = tiny_settings();
+  s.capacity.max_sequences = 2;
+  s.capacity.store_file = failing_file::options();
+  const text one(s, head_dim, 100, 11), two(s, head_dim, 100, 12);
+  const auto run = [&](bool from_blocks, int failing, int& failed) {
+    freekv::host_backend backend;
+    tiny_pipeline pipeline(s, backend);
+    const auto a = pipeline.open(), b = pipeline.open();
+    prompt_only(pipeline, a, one, 20);
+    prompt_only(pipeline, b, two, 13);
+    // Both begin and end inside pages, and where the first pages' rows are kept the last ones' are to be.
+    auto step = pipeline.begin_step({{a, 10, step_phase::prefill}, {b, 20, step_phase::prefill}});
+    failing_file::writes_left = failing;
+    for (int layer = 0; layer < s.model.layers; ++layer) {
+      std::vector<float> keys, values;
+      std::vector<freekv::paged_blocks<const float>> tables;
+      const std::int32_t first_block[] = {0};
+      for (const auto& [source, before, after] : {std::tuple{&one, 20, 30}, {&two, 13, 33}}) {
+        const auto rows = source->at(layer, before, after - before), all = source->at(layer, 0, after);
+        keys.insert(keys.end(), rows.keys.begin(), rows.keys.end());
+        values.insert(values.end(), rows.values.begin(), rows.values.end());
+        tables.push_back(
+            {{all.keys.data(), all.values.data(), 0, 2 * head_dim, head_dim, after}, first_block});
+      }
+      const auto append = [&] {
+        if (from_blocks)
+          step.append_from<float>(layer, tables);
+        else
+          step.append<float>(layer, {.keys = keys, .values = values});
+      };
+      try {
+        append();
+      } catch (const store_error&) {
+        ++failed;
+        append();
+      }
+      pipeline.synchronize();  // the tables go
+    }
+    step.end();
+    failing_file::writes_left = -1;
+    std::vector<std::vector<sequence_result>> steps;
+    for (int i = 0; i < 6; ++i) steps.push_back(run_step(pipeline, {{a, &one}, {b, &two}}));
+    return steps;
+  };
+  for (const bool from_blocks : {false, true}) {
+    int failing = 0, none = 0, failed = 1;
+    const auto expected = run(from_blocks, -1, none);
+    for (; failed > 0; ++failing) {
+      failed = 0;
+      INFO("write " << failing << (from_blocks ? " from blocks" : ""));
+      CHECK(run(from_blocks, failing, failed) == expected);
+    }
+    CHECK(failing == 1 + 2 * 4);  // of two layers, each one page and three
+  }
 }
 
 TEST_CASE("a file that cannot be had is refused before anything is taken", "[store_in_file]") {

@@ -78,10 +78,11 @@ struct layer_geometry {
     const int begin = roles_at(entry.candidates_at, budget, page.tokens).window_begin;
     return begin < entry.before / page.tokens ? begin : entry.before / page.tokens;
   }
-  /// True where the last page that an entry writes to waits for all others: its rows may lie, until they are
-  /// encoded, where those of the first page have been.
+  /// True where the last page that an entry writes to waits for all that can fail: it stays open, and its
+  /// rows may lie where those of the first page are, which are encoded once more if the call is repeated.
   FREEKV_HD bool appends_last_page_behind(const step_entry& entry) const {
-    return encoded && pages_of(entry.after()) - entry.before / page.tokens > 1;
+    return encoded && entry.after() % page.tokens != 0 &&
+           entry.after() / page.tokens > entry.before / page.tokens;
   }
   /// True where a decode entry's heads pin units: behind a prompt, or a truncation that dropped the
   /// selection.

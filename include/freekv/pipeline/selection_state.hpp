@@ -28,7 +28,7 @@ struct selection_state : layer_geometry {
   /// (1), on a device alone: how many heads are flagged in the step begun last, over all its entries
   std::int32_t* flagged_count = nullptr;
   std::uint8_t* recall_failed = nullptr;  // (sequence, kv head): selected units could not be read
-  std::uint8_t* lacking = nullptr;        // (sequence): slots or the open page could not be read
+  std::uint8_t* lacking = nullptr;        // (sequence): what could not be read
   /// (sequence, kv head, K): units that heads attend to, ascending. `correct` selects those of flagged heads
   /// anew, and `speculate` puts the next step's in their place
   std::int32_t* selected = nullptr;

@@ -124,10 +124,20 @@ class stages {
   /// drifted (decode) or forgets the selection (prompt). Throws store_error.
   template <class In>
   void append(const State& s, const step& of, const step_rows<In>& rows) {
-    for (const step_entry& entry : of.entries) retry_reads(s, entry);
-    for (const step_entry& entry : of.entries) append(s, entry, rows);
-    if constexpr (freekv::detail::may_complete<Settings>)
+    const auto is_to_append = [&](const step_entry& entry) {
+      return s.lacking[entry.sequence] != lacks_weights;
+    };
+    for (const step_entry& entry : of.entries)
+      if (is_to_append(entry)) retry_reads(s, entry);
+    for (const step_entry& entry : of.entries)
+      if (is_to_append(entry)) append_before_last(s, entry, rows);
+    for (const step_entry& entry : of.entries)
+      if (is_to_append(entry)) append_last(s, entry, rows);
+    if constexpr (freekv::detail::may_complete<Settings>) {
+      for (const step_entry& entry : of.entries) s.lacking[entry.sequence] = lacks_weights;
       for (const step_entry& entry : of.entries) weigh_pages(s, entry, rows.queries);
+      for (const step_entry& entry : of.entries) s.lacking[entry.sequence] = 0;
+    }
     for (const step_entry& entry : of.entries) detect(s, entry, rows.selecting);
   }
 
@@ -141,19 +151,22 @@ class stages {
       recalled.wait();
       for (const step_entry& entry : of.entries) retry_reads(s, entry);
     }
+    const auto append = [&](std::size_t i, int page) {
+      const auto append_one = [this, layer = &s, entry = of.entries[i], table = rows[i], page](int worker) {
+        append_page(instructions(), *layer, *policies_, entry, page, table, workspace_of(worker));
+        if (layer->kind == layer_kind::retrieval && page == layer->pages_of(entry.after()) - 1)
+          drop_selection(*layer, entry.sequence);
+      };
+      if (s.slices.file != nullptr)
+        append_one(0);
+      else
+        backend_->recall().enqueue([append_one, this] { append_one(backend_->recall_workspace()); });
+    };
     for (std::size_t i = 0; i < rows.size(); ++i)
-      for (int page = of.entries[i].before / s.page.tokens; page < s.pages_of(of.entries[i].after());
-           ++page) {
-        const auto append_one = [this, layer = &s, entry = of.entries[i], table = rows[i], page](int worker) {
-          append_page(instructions(), *layer, *policies_, entry, page, table, workspace_of(worker));
-          if (layer->kind == layer_kind::retrieval && page == layer->pages_of(entry.after()) - 1)
-            drop_selection(*layer, entry.sequence);
-        };
-        if (s.slices.file != nullptr)
-          append_one(0);
-        else
-          backend_->recall().enqueue([append_one, this] { append_one(backend_->recall_workspace()); });
-      }
+      for (int page = of.entries[i].before / s.page.tokens; page < end_before_last(s, of.entries[i]); ++page)
+        append(i, page);
+    for (std::size_t i = 0; i < rows.size(); ++i)
+      if (s.appends_last_page_behind(of.entries[i])) append(i, end_before_last(s, of.entries[i]));
   }
 
   /// The flagged heads of decode entries select among this step's candidates and recall what they miss.
@@ -208,19 +221,29 @@ class stages {
     select_.recall_missing(s, entry.sequence, entry.before);
   }
 
+  /// End of the pages of an entry that wait for nothing.
+  static int end_before_last(const State& s, const step_entry& entry) {
+    return s.pages_of(entry.after()) - s.appends_last_page_behind(entry);
+  }
   template <class In>
-  void append(const State& s, const step_entry& entry, const step_rows<In>& rows) {
-    const rows_from<In> source{rows, entry.before - entry.first_row, d};
-    int first_page = entry.before / s.page.tokens, last_page = s.pages_of(entry.after());
+  void append_before_last(const State& s, const step_entry& entry, const step_rows<In>& rows) {
+    const int first_page = entry.before / s.page.tokens;
     const auto bytes = to_size(entry.tokens) * to_size(4 * s.heads.kv * d) * sizeof(element);
-    const auto append_one = [&](int page, int worker) {
-      append_page(instructions(), s, *policies_, entry, page, source, workspace_of(worker));
-    };
-    const bool in_order = s.appends_last_page_behind(entry);  // once all else has succeeded
-    if (in_order) append_one(first_page++, 0);
-    backend_->parallel(last_page - in_order - first_page, bytes,
-                       [&](int task, int worker) { append_one(first_page + task, worker); });
-    if (in_order) append_one(last_page - 1, 0);
+    backend_->parallel(end_before_last(s, entry) - first_page, bytes, [&](int task, int worker) {
+      append_given(s, entry, first_page + task, rows, workspace_of(worker));
+    });
+  }
+  /// Appends the page that waits, once those of all entries before it have been: it cannot fail.
+  template <class In>
+  void append_last(const State& s, const step_entry& entry, const step_rows<In>& rows) {
+    if (s.appends_last_page_behind(entry))
+      append_given(s, entry, end_before_last(s, entry), rows, workspace_of(0));
+  }
+  template <class In>
+  void append_given(const State& s, const step_entry& entry, int page, const step_rows<In>& rows,
+                    const workspace& w) {
+    append_page(instructions(), s, *policies_, entry, page,
+                rows_from<In>{rows, entry.before - entry.first_row, d}, w);
   }
 
   /// The last rows of a prompt give pages their values, where attention is completed and they have queries.
@@ -269,7 +292,8 @@ class stages {
   isa instructions() const { return backend_->options().instructions; }
   const workspace& workspace_of(int worker) const { return select_.workspace_of(worker); }
 
-  enum lacks : std::uint8_t { lacks_open_page = 1, lacks_window = 2, lacks_slots = 4 };
+  /// `lacks_weights`: the rows of the step are appended, and what weighs their pages could not be read.
+  enum lacks : std::uint8_t { lacks_open_page = 1, lacks_window = 2, lacks_slots = 4, lacks_weights = 8 };
   /// Reads what `lacking` says, for a sequence of `tokens` tokens. `open_page`: the store's page of its open
   /// page, if that is no longer the one in the table.
   void fill(const State& s, int sequence, int tokens, store_page_id open_page = store_page_id::none) {
