@@ -7,6 +7,7 @@
 #include "../oracle/key_codes.hpp"
 #include "../property/seeds.hpp"
 #include "../sanitized.hpp"
+#include "failing_file.hpp"
 #include "random_settings.hpp"
 
 namespace {
@@ -463,6 +464,87 @@ TEST_CASE("a fork completes as its parent does, bit for bit, whoever else is in 
       if (child != parent) CHECK(run(shared, child, text, 1, step_phase::decode) == expected);
     }
   }
+}
+
+TEST_CASE("whichever read fails, the call can be repeated and completes alike, bit for bit", "[completion]") {
+  dice dice(seed(79));
+  const sizes of{8, 0, 8, 16, 2, 2, 2, 2};
+  const auto basis = random_basis(dice, of.kv_heads, d, d);
+  auto given = settings_of(of, basis, dice);
+  given.completion = freekv::page_values{};
+  given.route = freekv::in_place{};
+  given.capacity.store_file = failing_file::options();
+  const rows_of_text one(dice, 160, given), two(dice, 160, given);
+  freekv::host_backend backend({.overlap = false});
+  struct step_kind {
+    int tokens;
+    step_phase phase;
+  };
+  // The second prompt begins and ends inside pages.
+  std::vector<step_kind> steps{{60, step_phase::prefill}, {10, step_phase::prefill}};
+  steps.resize(8, {of.rows, step_phase::decode});
+  const auto outputs = [&](std::size_t failing_step, int failing, int& failed) {
+    completed pipeline(given, backend);
+    const auto a = pipeline.open(), b = pipeline.open();
+    std::vector<float> all;
+    for (std::size_t nth = 0; nth < steps.size(); ++nth) {
+      const auto [tokens, phase] = steps[nth];
+      const int before = pipeline.tokens(a);
+      const auto both = [&](std::vector<float> rows_of_text::*rows, std::size_t row) {
+        std::vector<float> joined;
+        for (const rows_of_text* text : {&one, &two}) {
+          const auto part = text->part(text->*rows, row, before, tokens);
+          joined.insert(joined.end(), part.begin(), part.end());
+        }
+        return joined;
+      };
+      const auto keys = both(&rows_of_text::k, one.key_row), values = both(&rows_of_text::v, one.key_row),
+                 queries = both(&rows_of_text::q, one.query_row);
+      std::vector<float> out(queries.size());
+      const auto insist = [&](const auto& call) {
+        try {
+          call();
+        } catch (const freekv::store_error&) {
+          ++failed;
+          call();
+        }
+      };
+      auto step = pipeline.begin_step({{a, tokens, phase}, {b, tokens, phase}});
+      if (nth == failing_step) failing_file::reads_left = failing;
+      insist([&] { step.append<float>(0, {.keys = keys, .values = values, .queries = queries}); });
+      if (phase == step_phase::decode) insist([&] { step.attend(0, out); });
+      failing_file::reads_left = -1;
+      step.end();
+      all.insert(all.end(), out.begin(), out.end());
+    }
+    return all;
+  };
+  int none = 0;
+  const auto expected = outputs(0, -1, none);
+  for (const std::size_t step : {1, 2, 3})
+    for (int failing = 0, failed = 1; failed > 0; ++failing) {
+      failed = 0;
+      INFO("read " << failing << " of step " << step);
+      CHECK(same_bits(outputs(step, failing, failed), expected));
+      CHECK((failed > 0 || failing >= 8));  // of two heads of two sequences, twice
+    }
+}
+
+TEST_CASE("rows that attend on several threads complete as on one, bit for bit", "[completion]") {
+  dice dice(seed(80));
+  const sizes of{8, 0, 8, 16, 3, 2, 2, 8};
+  const auto basis = random_basis(dice, of.kv_heads, d, d);
+  auto given = settings_of(of, basis, dice);
+  given.completion = freekv::page_values{};
+  freekv::host_backend one({.threads = 1}), more({.threads = 3, .bytes_per_thread = 1});
+  completed alone(given, one), shared(given, more);
+  const rows_of_text text(dice, given.capacity.max_tokens, given);
+  const auto first = alone.open(), second = shared.open();
+  run(alone, first, text, 80, step_phase::prefill);
+  run(shared, second, text, 80, step_phase::prefill);
+  for (int step = 0; step < 8; ++step)
+    CHECK(run(shared, second, text, of.rows, step_phase::decode) ==
+          run(alone, first, text, of.rows, step_phase::decode));
 }
 
 TEST_CASE("without queries of a prompt, or without completion, only what is selected is attended to",

@@ -68,7 +68,8 @@ struct attention_job {
   const float* queries = nullptr;  // the step's, (rows, query_heads, head_dim)
   attention_output to;
   bool complete = false;
-  const masses_left* left = nullptr;  // by the layer's correction
+  const masses_left* left = nullptr;            // by the layer's correction
+  const refreshed_values* refreshed = nullptr;  // by the last row, until all have attended
 
   static constexpr int d = State::head_dim;
 
@@ -190,6 +191,18 @@ struct attention_job {
     for (int i = 0; s.value_scales != nullptr && i < group * d; ++i) out[i] *= s.value_scales[head];
     for (int g = 0; lse != nullptr && to.lse_per_nat != 1.0f && g < group; ++g) lse[g] *= to.lse_per_nat;
   }
+  /// Gives pages the values that the last row has brought up to date.
+  void keep_refreshed() const {
+    const int last = entry.tokens - 1;
+    for (int head = 0; head < s.heads.kv; ++head) {
+      if (!completes(head)) continue;
+      const attention_list entries = list(last, head);
+      for (int i = 0; i < entries.size(); ++i)
+        if (refreshes(last, head, entries, i))
+          std::copy_n(refreshed->of({entry.sequence, head}, i), freekv::detail::page_value_bytes(d),
+                      s.page_value(entry.sequence, head, entries.page(i)));
+    }
+  }
 
  private:
   int entries_per_part(const attention_list& entries) const {
@@ -294,7 +307,8 @@ struct attention_job {
     resolve(policies.completion, [&]<class Completion>(const Completion& completion) {
       if constexpr (Completion::completes)
         refresh_page_value<d>(of_page, s.heads.group(), completion.refreshed,
-                              s.page_value(entry.sequence, head, entries.page(i)), w);
+                              s.page_value(entry.sequence, head, entries.page(i)),
+                              refreshed->of({entry.sequence, head}, i), w);
     });
     merge_parts<d>(set, of_page, part, s.heads.group());
   }

@@ -16,10 +16,11 @@
 
 namespace freekv::host {
 
-/// Brings a page's value up to date by what the query heads of a group have attended to in it, each alike.
+/// Brings a page's value up to date by what the query heads of a group have attended to in it, each alike:
+/// writes to `to` what comes of `stored`.
 template <int HeadDim>
-void refresh_page_value(const attention_part& of_page, int group, float refreshed, std::byte* stored,
-                        const workspace& w) {
+void refresh_page_value(const attention_part& of_page, int group, float refreshed, const std::byte* stored,
+                        std::byte* to, const workspace& w) {
   float* const fresh = w.page_value;
   std::fill_n(fresh, HeadDim, 0.0f);
   int heads = 0;
@@ -29,14 +30,42 @@ void refresh_page_value(const attention_part& of_page, int group, float refreshe
     ++heads;
     for (int i = 0; i < HeadDim; ++i) fresh[i] += of_page.weighted[g * HeadDim + i] / sum;
   }
-  if (heads == 0) return;
+  if (heads == 0) {
+    std::copy_n(stored, freekv::detail::page_value_bytes(HeadDim), to);
+    return;
+  }
   float* const before = fresh + HeadDim;
   const bool has = freekv::detail::read_page_value(stored, HeadDim, before);
   const float keeps = has ? 1.0f - refreshed : 0.0f, takes = has ? refreshed : 1.0f;
   for (int i = 0; i < HeadDim; ++i)
     fresh[i] = takes * (fresh[i] / static_cast<float>(heads)) + (has ? keeps * before[i] : 0.0f);
-  freekv::detail::write_page_value(fresh, HeadDim, stored);
+  freekv::detail::write_page_value(fresh, HeadDim, to);
 }
+
+/// Values of pages that a step's attention has brought up to date. They wait until all of its rows have
+/// attended, which read those before, as the call does that is repeated behind a store_error. One for all
+/// layers.
+class refreshed_values {
+ public:
+  refreshed_values() = default;
+  refreshed_values(const workspace_sizes& s, int sequences, carver& memory)
+      : kv_heads_(s.kv_heads),
+        entries_(s.entries_within),
+        bytes_(freekv::detail::page_value_bytes(s.head_dim)) {
+    data_ =
+        memory.take<std::byte>(to_size(s.completes ? sequences * kv_heads_ : 0) * to_size(entries_) * bytes_);
+  }
+
+  /// The value of the page that is entry i of a head's list.
+  std::byte* of(const sequence_head& at, int i) const {
+    return data_ + (to_size(at.sequence * kv_heads_ + at.head) * to_size(entries_) + to_size(i)) * bytes_;
+  }
+
+ private:
+  int kv_heads_ = 0, entries_ = 0;
+  std::size_t bytes_ = 0;
+  std::byte* data_ = nullptr;  // (sequence, kv head, entries, page_value_bytes)
+};
 
 /// Masses of what query heads have not selected, each `unselected_masses::floats(pages)` numbers from `first`
 /// on: the largest log-mass of a unit, and for each page the sum of its units' masses relative to that.

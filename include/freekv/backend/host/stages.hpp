@@ -192,6 +192,9 @@ class stages {
   void attend(const State& s, const step& of, const step_queries& queries, const attention_output& to) {
     for (const step_entry& entry : of.entries)
       attend(s, entry, queries, to, entry.phase == step_phase::prefill);
+    if constexpr (freekv::detail::may_complete<Settings>)
+      for (const step_entry& entry : of.entries)
+        job_of(s, entry, nullptr, {}, entry.phase == step_phase::prefill).keep_refreshed();
   }
   /// Attends each row to everything before it and itself, straight from the store.
   void attend_full(const State& s, const step& of, const step_queries& queries, const attention_output& to) {
@@ -208,6 +211,7 @@ class stages {
       : backend_(&backend),
         policies_(&policies),
         select_(backend, policies, scratch, memory),
+        refreshed_(scratch, policies.capacity.max_sequences, memory),
         max_parts_((scratch.most_entries() - 1) / entries_per_part(scratch.page_tokens) + 1) {
     const auto heads = to_size(scratch.kv_heads * max_parts_ * scratch.group);
     part_log_sums_ = memory.take<log_sum_exp>(heads);
@@ -319,9 +323,13 @@ class stages {
   void attend(const State& s, const step_entry& entry, const step_queries& queries,
               const attention_output& to, bool complete) {
     const int width = s.heads.query * d;
-    attend_rows({s, *policies_, entry, numbers_.of(queries, entry.rows(), width),
-                 numbers_.room_for(to, entry.rows(), width), complete, &select_.left()});
+    attend_rows(job_of(s, entry, numbers_.of(queries, entry.rows(), width),
+                       numbers_.room_for(to, entry.rows(), width), complete));
     numbers_.write(to, entry.rows(), width);
+  }
+  attention_job<State, Settings> job_of(const State& s, const step_entry& entry, const float* queries,
+                                        const attention_output& to, bool complete) const {
+    return {s, *policies_, entry, queries, to, complete, &select_.left(), &refreshed_};
   }
   /// Attends rows: a head is one thread's where heads alone occupy the threads, else its parts are shared
   /// out. Parts are cut and merged alike either way.
@@ -359,6 +367,7 @@ class stages {
   const Settings* policies_;
   std::span<const State> layers_;
   selection_stage<State, Settings> select_;
+  refreshed_values refreshed_;
   int max_parts_;
   row_numbers numbers_;
   log_sum_exp* part_log_sums_ = nullptr;  // (kv head, max_parts, group)

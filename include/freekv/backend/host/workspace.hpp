@@ -20,6 +20,7 @@ struct workspace_sizes {
   int attention_floats = 0;                          // scratch of attend_slice
   int max_pages = 0, max_units = 0;                  // of one sequence
   int selected_units = 0;                            // of one KV head
+  int entries_within = 0;                            // of a KV head's list of what it keeps
   int pooled_heads = 0;                              // KV heads that select together, if any
   std::size_t gathered_bytes = 0;                    // of keys and values of small units, if any
   std::size_t slice_bytes = 0, slice_alignment = 1;  // of encoded pages, if any
@@ -68,8 +69,10 @@ workspace_sizes workspace_sizes_of(const Settings& s) {
     sizes.summary_width = summary.width({s.unit_tokens(), head_dim});
     sizes.query_width = summary_query_width(summary, head_dim);
   });
-  for (int layer = 0; layer < s.model.layers; ++layer)
+  for (int layer = 0; layer < s.model.layers; ++layer) {
     sizes.selected_units = std::max(sizes.selected_units, s.max_selected(layer));
+    sizes.entries_within = std::max(sizes.entries_within, s.entries_within(layer));
+  }
   if constexpr (freekv::detail::may_complete<Settings>)
     resolve(s.completion, [&]<class Completion>(const Completion& completion) {
       if constexpr (Completion::completes) {
