@@ -723,6 +723,13 @@ TEST_CASE("policies refuse sizes at run time that they refuse at compile time", 
   CHECK_THROWS_WITH(freekv::key_sketch<2>{}.validate(of_units), Contains("8 tokens at a time"));
   CHECK_THROWS_WITH((freekv::key_codes<6>{}.validate({{3, 24}, 1, 1})),
                     Contains("two tokens are looked up at a time, and a unit has 3"));
+  for (const int dims : {0, -3}) {
+    const freekv::key_codebooks flat{basis.data, 1, 1, 24, 2, 1, 2, dims},
+        flat_means{basis.data, 1, 1, 24, 2, dims, 2, 1};
+    for (const auto& books : {flat, flat_means})
+      CHECK_THROWS_WITH((freekv::key_codes<2, 2>{{}, {}, books}.validate({{8, 24}, 1, 1})),
+                        Contains(std::to_string(dims)) && Contains("give 1 or more of each"));
+  }
   for (const int bits : {2, 3, 4, 8, 32}) CHECK_NOTHROW(any_subspace{{24}, {bits}, basis}.validate(setting));
   for (const int chunk : {1, 2, 4, 8, 16}) CHECK_NOTHROW(any_chunk{{chunk}}.validate(setting));
 }

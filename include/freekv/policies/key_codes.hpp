@@ -205,6 +205,9 @@ struct key_codes {
                            "; needed are " + text(s.layers) + " layers of " + text(s.kv_heads) + " heads, " +
                            text(codes) + " and " + text(mean_codes) + " codes, head_dim " +
                            text(s.unit.head_dim));
+    if (books.dims < 1 || books.mean_dims < 1)
+      throw settings_error("key_codes: the codebooks have " + text(books.dims) + " dimensions a code and " +
+                           text(books.mean_dims) + " a mean's code; give 1 or more of each");
   }
 
   /// The policy for one head.
