@@ -165,6 +165,11 @@ TEST_CASE("calibrate_top_p says what it is lacking, and what takes no temperatur
   CHECK_THROWS_AS(calibrate(c.keys, std::span(c.query).first(100), std::span(temperatures)), usage_error);
   CHECK_THROWS_AS(calibrate(c.keys, c.query, std::span(temperatures).first(1)), usage_error);
   CHECK_THROWS_AS(calibrate({}, c.query, std::span(temperatures)), usage_error);
+  for (const int layer : {-1, 1})
+    CHECK_THROWS_WITH(
+        (freekv::calibrate_top_p<freekv::kv_shape<float, 64>>(settings, layer, c.keys, c.query,
+                                                              temperatures)),
+        "calibrate_top_p: layer " + std::to_string(layer) + " is not one of 1; choose from 0 to 0");
   calibrate({}, {}, std::span(temperatures));  // of no prompt
   CHECK(temperatures == std::vector<float>{1.0f, 1.0f});
 

@@ -209,6 +209,9 @@ template <class Shape, class Settings>
   const std::size_t key_row = to_size(settings.model.kv_heads * Shape::head_dim),
                     query_row = to_size(settings.model.query_heads * Shape::head_dim);
   const auto text = [](auto n) { return std::to_string(n); };
+  if (layer < 0 || layer >= settings.model.layers)
+    throw usage_error("calibrate_top_p: layer " + text(layer) + " is not one of " +
+                      text(settings.model.layers) + "; choose from 0 to " + text(settings.model.layers - 1));
   if (keys.size() % key_row != 0 || queries.size() % query_row != 0 ||
       queries.size() / query_row > keys.size() / key_row ||
       temperatures.size() != to_size(settings.model.kv_heads))
