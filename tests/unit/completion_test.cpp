@@ -480,8 +480,8 @@ TEST_CASE("whichever read fails, the call can be repeated and completes alike, b
     int tokens;
     step_phase phase;
   };
-  // The second prompt begins and ends inside pages.
-  std::vector<step_kind> steps{{60, step_phase::prefill}, {10, step_phase::prefill}};
+  // The second prompt ends in the page whose rows are kept where its first page's are.
+  std::vector<step_kind> steps{{60, step_phase::prefill}, {18, step_phase::prefill}};
   steps.resize(8, {of.rows, step_phase::decode});
   const auto outputs = [&](std::size_t failing_step, int failing, int& failed) {
     completed pipeline(given, backend);
