@@ -322,10 +322,10 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     token.tabulate_four(team, queries, prepared + mean.codes * row_of_four);
     for (int g = 0; g < 4; ++g) prepared[static_cast<int>(not_finite) * 4 + g] = NAN;
   }
-  /// Lanes are four heads of two units. Of all units first what means contribute, so that the nearest cache
-  /// holds either table while it is read; then of a few units all tokens' products, their exponentials, last
-  /// the logarithms of sums, so that none waits for another's. Log-masses of finite numbers; what is not, or
-  /// NaN, is put right in the end.
+  /// Lanes are four heads of two units. Of all small units first what means contribute, so that the nearest
+  /// cache holds either table while it is read; then of a few units all tokens' products, their exponentials,
+  /// last the logarithms of sums, so that none waits for another's. Log-masses of finite numbers; what is
+  /// not, or NaN, is put right in the end.
   template <team_of_halves T>
   void score_four(T team, const unit_query& query, const stored_summaries& units, float* scores) const {
     using pack = typename T::pack;
@@ -334,12 +334,17 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     alignas(64) float products[room];
     float most[most_pairs * T::width], sum[most_pairs * T::width];
     const auto two = [&](int j) { return two_units{units.at(j), units.at(j + 1 < units.count ? j + 1 : j)}; };
-    for (int j = 0; j < units.count; j += 2)
-      team.store(scores + 4 * j, pack(query.scale) * of_means(team, query, two(j)));
     const int of_pair = T::width * query.unit.tokens;
     const int at_once = 2 * std::clamp(512 / of_pair, 1, most_pairs);
+    // Small ones share cache lines; of others each line is read once.
+    const int means_at_once = units.bytes < 64 ? units.count : at_once;
     const pack largest_float(std::numeric_limits<float>::max());
     for (int first = 0; first < units.count; first += at_once) {
+      for (std::size_t i = 0; i < to_size(at_once) * units.bytes; i += 64)  // what comes next, if anything
+        team.prefetch(units.at(first + at_once) + i);
+      const int means_end = std::min(first + means_at_once, units.count);
+      for (int j = first; first % means_at_once == 0 && j < means_end; j += 2)
+        team.store(scores + 4 * j, pack(query.scale) * of_means(team, query, two(j)));
       const int count = std::min(units.count - first, at_once);
       for (int j = 0; j < count; j += 2)
         team.store(most + 4 * j,
