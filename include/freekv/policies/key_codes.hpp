@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <freekv/core/size.hpp>
 #include <freekv/core/unroll.hpp>
 #include <freekv/policies/mean_summaries.hpp>
