@@ -667,6 +667,14 @@ TEST_CASE("settings that contradict each other are refused", "[eviction][errors]
   refuses("kv_heads is 0", [](auto& s) { s.model.kv_heads = 0; });
   refuses("query_heads 5 is not a multiple of kv_heads 2", [](auto& s) { s.model.query_heads = 5; });
   refuses("budget is 0 tokens", [](auto& s) { s.budget = 0; });
+  constexpr int no_int_is_more = std::numeric_limits<int>::max();  // and sums of it are none
+  refuses("budget is 2147483647 tokens; keep 1 to 536870912", [](auto& s) { s.budget = no_int_is_more; });
+  refuses("hard_kv: an interval of 2147483647",
+          [](auto& s) { s.eviction = freekv::hard_kv{.window = 8, .interval = no_int_is_more}; });
+  refuses("r_kv: an interval of 2147483647",
+          [](auto& s) { s.eviction = freekv::r_kv{.interval = no_int_is_more}; });
+  refuses("room for 2147483647 decoded tokens; give at least 1, and room for a page, at most 536870912",
+          [](auto& s) { s.eviction = freekv::raas{.room = no_int_is_more, .keeps_prompt = true}; });
   refuses("max_prompt is -1", [](auto& s) { s.capacity.max_prompt = -1; });
   refuses("max_prompt is 0 and max_generated 0",
           [](auto& s) { s.capacity.max_prompt = s.capacity.max_generated = 0; });

@@ -79,7 +79,8 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
   const auto text = [](auto n) { return std::to_string(n); };
   s.model.validate();
   s.capacity.validate();
-  if (s.budget < 1) fail("budget is " + text(s.budget) + " tokens; keep at least 1");
+  if (s.budget < 1 || s.budget > 1 << 29)
+    fail("budget is " + text(s.budget) + " tokens; keep 1 to " + text(1 << 29));
   if (s.plan.layers < 0) fail("complete_first has " + text(int{s.plan.layers}) + " layers; 0 or more");
   resolve(s.eviction, [&]<class E>(const E& eviction) {
     if constexpr (observes<E>)

@@ -403,10 +403,12 @@ struct r_kv {
   }
   void validate(const eviction_limits& most) const {
     detail::check_window(name, window, 8, kernel, 7, most);
-    if (interval < 1 || !(lambda >= 0.0f && lambda <= 1.0f) || !(similar >= -1.0f && similar <= 1.0f))
+    if (interval < 1 || interval > 1 << 29 || !(lambda >= 0.0f && lambda <= 1.0f) ||
+        !(similar >= -1.0f && similar <= 1.0f))
       throw settings_error("r_kv: an interval of " + std::to_string(interval) + " decode rows, lambda of " +
                            detail::decimal(lambda) + " and similar of " + detail::decimal(similar) +
-                           "; give at least one row, a share, and a cosine; 128, 0.1 and 0.5 as published");
+                           "; give 1 to " + std::to_string(1 << 29) +
+                           " rows, a share, and a cosine; 128, 0.1 and 0.5 as published");
   }
 
  private:

@@ -348,7 +348,8 @@ class eviction_stages {
           to_size(heads * d) * to_size(entry.prompt) * to_size(eviction.observed_rows()) * sizeof(element);
       backend_->parallel(heads, bytes, [&](int task, int worker) {
         const state& s = layers[to_size(first + task / kv_heads)];
-        const eviction_moment at = heads_.end_of_prompt(s, entry, task % kv_heads);
+        eviction_moment at = heads_.end_of_prompt(s, entry, task % kv_heads);
+        at.budget = settings_->budget;  // its own is what this is about
         statistics[task] =
             eviction.measure(heads_.see_prompt(eviction, s, entry, at, scratch_[to_size(worker)]), at);
       });
