@@ -277,12 +277,9 @@ struct attention_job {
     return s.attended_by_heads(entry.sequence, head, entries, i) == nullptr;
   }
   static void prefetch(const head_slice<element>& rows, int tokens) {
-    constexpr int line = 64 / static_cast<int>(sizeof(element));
     for (int t = 0; t < tokens; ++t)
-      for (int i = 0; i < d; i += line) {
-        __builtin_prefetch(rows.key + t * rows.stride + i);
-        __builtin_prefetch(rows.value + t * rows.stride + i);
-      }
+      for (const element* const first : {rows.key, rows.value})
+        freekv::detail::prefetch_row(simd_team<portable>{}, first + t * rows.stride, d);
   }
   /// Room for gathered small units, from token `first` on.
   static head_slice<element> gathered_rows(const workspace& w, int first) {
