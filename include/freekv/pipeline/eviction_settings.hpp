@@ -23,7 +23,7 @@ struct eviction_capacity_settings {
   /// Throws settings_error.
   [[gnu::cold]] void validate() const {
     const auto text = [](int n) { return std::to_string(n); };
-    constexpr int most = 1 << 29;  // so that sums of two are counted right
+    constexpr int most = eviction_limits::most_tokens;
     if (max_prompt < 0 || max_generated < 0 || max_prompt > most || max_generated > most ||
         max_prompt + max_generated < 1)
       throw settings_error("max_prompt is " + text(max_prompt) + " and max_generated " + text(max_generated) +
@@ -79,8 +79,8 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
   const auto text = [](auto n) { return std::to_string(n); };
   s.model.validate();
   s.capacity.validate();
-  if (s.budget < 1 || s.budget > 1 << 29)
-    fail("budget is " + text(s.budget) + " tokens; keep 1 to " + text(1 << 29));
+  if (s.budget < 1 || s.budget > eviction_limits::most_tokens)
+    fail("budget is " + text(s.budget) + " tokens; keep 1 to " + text(eviction_limits::most_tokens));
   if (s.plan.layers < 0) fail("complete_first has " + text(int{s.plan.layers}) + " layers; 0 or more");
   resolve(s.eviction, [&]<class E>(const E& eviction) {
     if constexpr (observes<E>)
@@ -93,12 +93,13 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
       if (eviction.stages_prompt())
         fail(std::string(E::name) + " cuts prompts block by block and stages them; stage none");
       for (int layer = s.complete_layers(); layer < s.model.layers; ++layer)
-        if (const int block = eviction.block(s.limits(layer)); block < 1 || block > 1 << 29)
+        if (const int block = eviction.block(s.limits(layer));
+            block < 1 || block > eviction_limits::most_tokens)
           fail(std::string(E::name)  // by append: GCC 12 takes + of these for a fault
                    .append(" cuts prompts by blocks of ")
                    .append(text(block))
                    .append(" tokens; give blocks of 1 to ")
-                   .append(text(1 << 29)));
+                   .append(text(eviction_limits::most_tokens)));
     }
     if constexpr (demotes<E>)
       if (eviction.unit_tokens() != 1 || !eviction.stages_prompt())

@@ -410,10 +410,11 @@ struct raas {
       throw settings_error("raas: a budget of " + std::to_string(most.budget) + " tokens leaves no page of " +
                            std::to_string(page) + " beside a sink of " + std::to_string(sink) +
                            " and a window of " + std::to_string(window) + "; give a page or more");
-    if (page < 1 || room < page || room > 1 << 29)
-      throw settings_error(
-          "raas: pages of " + std::to_string(page) + " tokens and room for " + std::to_string(room) +
-          " decoded tokens; give at least 1, and room for a page, at most " + std::to_string(1 << 29));
+    if (page < 1 || room < page || room > eviction_limits::most_tokens)
+      throw settings_error("raas: pages of " + std::to_string(page) + " tokens and room for " +
+                           std::to_string(room) +
+                           " decoded tokens; give at least 1, and room for a page, at most " +
+                           std::to_string(eviction_limits::most_tokens));
     if (std::isnan(threshold)) throw settings_error("raas: threshold is NaN; 1e-4 as published");
   }
 };

@@ -22,6 +22,8 @@ namespace freekv {
 /// Limits of an evicting pipeline, in tokens: what a KV head keeps, and the most that a sequence brings.
 /// Layers are those that forget, counted among themselves.
 struct eviction_limits {
+  /// The most that any setting may count, so that sums of two are counted right.
+  static constexpr int most_tokens = 1 << 29;
   int budget = 0;
   int max_prompt = 0;
   int max_generated = 0;

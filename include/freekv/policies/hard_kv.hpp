@@ -97,11 +97,12 @@ struct hard_kv {
     if (!(p > 0.0f && p <= 1.0f))
       throw settings_error("hard_kv: p of " + detail::decimal(p) +
                            " is not a share above 0, at most 1; 0.9 as published");
-    if (interval < 1 || interval > 1 << 29 || sink < 0 || sink > most.budget - window)
-      throw settings_error(
-          "hard_kv: an interval of " + std::to_string(interval) + " decode rows and a sink of " +
-          std::to_string(sink) + " tokens beside a window of " + std::to_string(window) + "; give 1 to " +
-          std::to_string(1 << 29) + " rows, and a sink within the budget of " + std::to_string(most.budget));
+    if (interval < 1 || interval > eviction_limits::most_tokens || sink < 0 || sink > most.budget - window)
+      throw settings_error("hard_kv: an interval of " + std::to_string(interval) +
+                           " decode rows and a sink of " + std::to_string(sink) +
+                           " tokens beside a window of " + std::to_string(window) + "; give 1 to " +
+                           std::to_string(eviction_limits::most_tokens) +
+                           " rows, and a sink within the budget of " + std::to_string(most.budget));
   }
 
  private:

@@ -403,11 +403,11 @@ struct r_kv {
   }
   void validate(const eviction_limits& most) const {
     detail::check_window(name, window, 8, kernel, 7, most);
-    if (interval < 1 || interval > 1 << 29 || !(lambda >= 0.0f && lambda <= 1.0f) ||
+    if (interval < 1 || interval > eviction_limits::most_tokens || !(lambda >= 0.0f && lambda <= 1.0f) ||
         !(similar >= -1.0f && similar <= 1.0f))
       throw settings_error("r_kv: an interval of " + std::to_string(interval) + " decode rows, lambda of " +
                            detail::decimal(lambda) + " and similar of " + detail::decimal(similar) +
-                           "; give 1 to " + std::to_string(1 << 29) +
+                           "; give 1 to " + std::to_string(eviction_limits::most_tokens) +
                            " rows, a share, and a cosine; 128, 0.1 and 0.5 as published");
   }
 
@@ -492,10 +492,11 @@ struct epi_cache {
   }
   void validate(const eviction_limits& most) const {
     for (int layer = 0; layer_budgets != nullptr && layer < most.layers; ++layer)
-      if (layer_budgets[layer] < 1 || layer_budgets[layer] > 1 << 29)
+      if (layer_budgets[layer] < 1 || layer_budgets[layer] > eviction_limits::most_tokens)
         throw settings_error("epi_cache: a budget of " + std::to_string(layer_budgets[layer]) +
                              " tokens for layer " + std::to_string(layer) +
-                             " of those that forget; give 1 to " + std::to_string(1 << 29));
+                             " of those that forget; give 1 to " +
+                             std::to_string(eviction_limits::most_tokens));
   }
 
  private:
