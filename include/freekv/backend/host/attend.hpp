@@ -277,9 +277,10 @@ struct attention_job {
     return s.attended_by_heads(entry.sequence, head, entries, i) == nullptr;
   }
   static void prefetch(const head_slice<element>& rows, int tokens) {
-    for (int t = 0; t < tokens; ++t)
-      for (const element* const first : {rows.key, rows.value})
-        freekv::detail::prefetch_row(simd_team<portable>{}, first + t * rows.stride, d);
+    for (int t = 0; t < tokens; ++t) {
+      freekv::detail::prefetch_row(simd_team<portable>{}, rows.key + t * rows.stride, d);
+      freekv::detail::prefetch_row(simd_team<portable>{}, rows.value + t * rows.stride, d);
+    }
   }
   /// Room for gathered small units, from token `first` on.
   static head_slice<element> gathered_rows(const workspace& w, int first) {
