@@ -1320,3 +1320,21 @@ TEST_CASE("lists of query heads that vote, and layers' budgets, are checked", "[
       pipeline::footprint({.model = {2, 1, 1}, .capacity = {10, 10}}, backend),
       Contains("compress_kv lets query heads choose for their layer, from prompts that are staged"));
 }
+
+TEST_CASE("rows of prompts are observed where they are staged", "[eviction][errors]") {
+  struct in_place : freekv::tova {
+    constexpr bool stages_prompt() const { return false; }
+  };
+  struct all_in_place : freekv::h2o {
+    constexpr bool stages_prompt() const { return false; }
+  };
+  freekv::host_backend backend;
+  const auto refused = [&]<class Eviction>(const Eviction&) {
+    using pipeline = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, Eviction>;
+    using footprint = typename pipeline::footprint;
+    CHECK_THROWS_WITH(footprint({.model = {2, 1, 1}, .budget = 6, .capacity = {10, 10}}, backend),
+                      Contains(" observes rows of prompts and does not stage them"));
+  };
+  refused(in_place{});
+  refused(all_in_place{});
+}

@@ -128,6 +128,11 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
              " merges by the last row's attention and observes no row or all of a prompt; observe some of "
              "the rows, whose queries are then kept");
     }
+    bool queries_of_sequence = cuts_blocks<E>;  // else a staging has those of a prompt's rows
+    if constexpr (observes<E>) queries_of_sequence = queries_of_sequence || eviction.observes_decoding();
+    if (!eviction.stages_prompt() && eviction.observed_rows() != 0 && !queries_of_sequence)
+      fail(std::string(E::name) +
+           " observes rows of prompts and does not stage them; stage prompts, or observe no row");
     if constexpr (hooks_of<E>::has(hook::validate))
       eviction_kind::validate(eviction, s.limits(s.complete_layers()));
     if constexpr (detail::votes_for_layer<E>)

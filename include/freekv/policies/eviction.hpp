@@ -246,7 +246,8 @@ concept counts_units = std::is_trivially_copyable_v<typename E::unit_state> &&
 /// it does not protect the one of least `worth`, of those alike the one that was there first.
 ///
 /// It counts units, or observes the rows of a window. `stages_prompt()`: a prompt is kept apart until it is
-/// cut to the budget, else it is in the slots at once. `capacity(limits)`: tokens that a head ever holds.
+/// cut to the budget, else it is in the slots at once, and its rows are observed by a policy alone that cuts
+/// blocks or observes decode rows too. `capacity(limits)`: tokens that a head ever holds.
 /// `protects(first_token, moment)`.
 template <class E>
 concept eviction_policy = policy<E> && std::same_as<typename E::policy_kind, eviction_kind> &&
