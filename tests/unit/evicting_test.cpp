@@ -704,6 +704,10 @@ TEST_CASE("settings that contradict each other are refused", "[eviction][errors]
           [](auto& s) { s.eviction = freekv::raas{.page = 8, .sink = 16, .window = 24}; });
   refuses("raas: a budget of 40 tokens leaves no page of 48 beside a sink of 0 and a window of 0",
           [](auto& s) { s.eviction = freekv::raas{.page = 48, .sink = 0, .window = 0}; });
+  refuses("raas: a budget of 40 tokens leaves no page of 1 beside a sink of 2147483647",
+          [](auto& s) { s.eviction = freekv::raas{.page = 1, .sink = no_int_is_more}; });
+  refuses("razor_attention_compensated: a sink of 2147483647 tokens of a budget of 40",
+          [](auto& s) { s.eviction = freekv::razor_attention_compensated{.sink = no_int_is_more}; });
   refuses("raas: a sink of -1 and a window of 8 tokens",
           [](auto& s) { s.eviction = freekv::raas{.page = 8, .sink = -1, .window = 8}; });
   refuses("given_worths: recent of 1 is not a share from 0 to below 1",

@@ -406,7 +406,7 @@ struct raas {
     if (sink < 0 || window < 0)
       throw settings_error("raas: a sink of " + std::to_string(sink) + " and a window of " +
                            std::to_string(window) + " tokens; give 0 or more");
-    if (!keeps_prompt && page >= 1 && sink / page + window / page + 1 > most.budget / page)
+    if (!keeps_prompt && page >= 1 && std::int64_t{sink / page} + window / page + 1 > most.budget / page)
       throw settings_error("raas: a budget of " + std::to_string(most.budget) + " tokens leaves no page of " +
                            std::to_string(page) + " beside a sink of " + std::to_string(sink) +
                            " and a window of " + std::to_string(window) + "; give a page or more");

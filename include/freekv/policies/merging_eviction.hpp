@@ -328,7 +328,7 @@ struct razor_attention_compensated {
   }
   void validate(const eviction_limits& most) const {
     const auto text = [](auto n) { return std::to_string(n); };
-    if (sink < 0 || sink + 2 > most.budget)
+    if (sink < 0 || sink > most.budget - 2)
       throw settings_error(std::string(name) + ": a sink of " + text(sink) + " tokens of a budget of " +
                            text(most.budget) + "; leave room for two tokens behind it");
     if (!kinds.empty() &&
