@@ -132,6 +132,18 @@ std::vector<float> stubborn_step(tiny_pipeline& pipeline, const folder& where,
   return all;
 }
 
+/// What reports count of a step's recalls, of each layer, sequence and KV head.
+std::vector<std::int32_t> recalls_of(const tiny_pipeline& pipeline, const std::vector<sequence_part>& parts) {
+  std::vector<std::int32_t> all;
+  for (int layer = 0; layer < pipeline.configuration().model.layers; ++layer)
+    for (const auto& part : parts) {
+      const auto report = pipeline.report(layer)[part.id];
+      for (const auto& counts : {report.recalled, report.recalled_before_attention, report.promoted})
+        all.insert(all.end(), counts.begin(), counts.end());
+    }
+  return all;
+}
+
 }  // namespace
 
 TEST_CASE("a file that breaks fails calls, which can be repeated: not a bit is different",
@@ -150,7 +162,7 @@ TEST_CASE("a file that breaks fails calls, which can be repeated: not a bit is d
     tiny_pipeline expected(s, backend), pipeline(in_file(s, where), other);
     for (auto* p : {&expected, &pipeline})
       for (const text* source : {&one, &two}) prompt_only(*p, p->open(), *source, prompt);
-    int wrong = 0;
+    int wrong = 0, miscounted = 0;
     for (int step = 0; step < 40; ++step) {
       const std::vector<sequence_part> parts{
           {freekv::sequence_id{0}, &one, d.between(1, s.capacity.max_decode_rows), step_phase::decode},
@@ -170,10 +182,12 @@ TEST_CASE("a file that breaks fails calls, which can be repeated: not a bit is d
           failed);
       wrong += !same_bits(out, stubborn_step(
                                    expected, where, parts, [](int, const char*) { return false; }, none));
+      miscounted += recalls_of(pipeline, parts) != recalls_of(expected, parts);
       (call == "append" ? failed_appends : failed_attends) += failed;
     }
     INFO("seed " << seed);
     CHECK(wrong == 0);
+    CHECK(miscounted == 0);
   }
   CHECK(failed_appends > 20);
   CHECK(failed_attends > 20);

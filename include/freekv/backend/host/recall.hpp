@@ -32,10 +32,11 @@ void bring_units(const encoded_pages<State, Policies>& stored, const State& s, c
 
 /// Brings the selected units of one KV head into its selected slots: what is held stays, what is missing is
 /// copied from the ring (promotion) where it is still there at length `tokens`, else from the store (recall).
-/// Throws store_error; what is missing is still missing then.
+/// Throws store_error; what is missing is still missing then, and has been counted: a call that `repeats` one
+/// counts nothing.
 template <class State, class Policies>
 void recall_units(const State& s, const Policies& policies, const sequence_head& at, int tokens,
-                  const workspace& w) {
+                  const workspace& w, bool repeats = false) {
   const std::size_t at_head = s.head_index(at.sequence, at.head),
                     first = s.selected_index(at.sequence, at.head);
   const std::int32_t* units = s.selected + first;
@@ -50,7 +51,7 @@ void recall_units(const State& s, const Policies& policies, const sequence_head&
     if (slot_of[i] >= 0) continue;
     slot_of[i] = ~slot_of[i];
     const bool in_ring = s.in_ring(units[i], tokens);
-    ++(in_ring ? s.promoted : s.recalled)[at_head];
+    (in_ring ? s.promoted : s.recalled)[at_head] += repeats ? 0 : 1;
     if (!in_ring) {
       w.units[missing++] = i;
       continue;
@@ -65,7 +66,6 @@ void recall_units(const State& s, const Policies& policies, const sequence_head&
         [&](int i) { return slot_of[w.units[i]]; });
   } catch (const store_error&) {
     for (int i = 0; i < missing; ++i) slots.unit[slot_of[w.units[i]]] = -1;
-    s.recalled[at_head] -= missing;
     throw;
   }
 }

@@ -125,7 +125,7 @@ class selection_stage {
     if (!s.encoded || s.kind != layer_kind::retrieval) return;
     for (int head = 0; head < s.heads.kv; ++head) {
       std::uint8_t& missing = s.recall_failed[s.head_index(sequence, head)];
-      if (missing != 0) recall_units(s, *policies_, {sequence, head}, tokens, workspace_of(0));
+      if (missing != 0) recall_units(s, *policies_, {sequence, head}, tokens, workspace_of(0), true);
       missing = 0;
     }
   }
