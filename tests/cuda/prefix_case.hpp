@@ -21,9 +21,9 @@ constexpr std::uint64_t model = 42;
 // The first layer keeps everything, on a device in its own memory. Coefficients and what units are worth are
 // there too.
 template <class Backend>
-using pipeline_on =
-    retrieval_pipeline<kv_shape<half, head_dim>, Backend, page_size<page>, unit<4>, key_subspace<rank, 32>,
-                       pin_outliers<2>, any_of<identity, low_rank_keys<factors>>, always, complete_first<1>>;
+using pipeline_on = retrieval_pipeline<kv_shape<half, head_dim>, Backend, page_size<page>, unit<4>,
+                                       key_subspace<rank, 32>, any_of<no_pins, pin_outliers<2>>,
+                                       any_of<identity, low_rank_keys<factors>>, always, complete_first<1>>;
 
 using freekv::to_size;
 
@@ -34,6 +34,7 @@ struct input {
   std::span<float> out;  // (query_row)
   const float *basis = nullptr, *factors = nullptr, *frequencies = nullptr;
   bool coefficients = false;  // the codec is low_rank_keys, else identity
+  bool pins = true;
 };
 
 /// A pipeline on one side.
@@ -53,6 +54,7 @@ struct side {
     s.capacity.max_tokens = max_tokens;
     s.capacity.max_sequences = 3;
     s.summary.basis = {in.basis, layers, kv_heads, rank, head_dim};
+    if (in.pins) s.pinning = pin_outliers<2>{};
     if (in.coefficients)
       s.codec = low_rank_keys<prefix_case::factors>{
           .basis = {in.factors, layers, kv_heads, prefix_case::factors, head_dim},
@@ -66,9 +68,9 @@ struct side {
     for (int layer = 0; layer < layers; ++layer) step.append(layer, rows_at(layer, first, rows));
     step.end();
   }
-  std::vector<float> decode(sequence_id id) {
+  std::vector<float> decode(sequence_id id, int rows = steps) {
     std::vector<float> all;
-    for (int i = 0; i < steps; ++i) {
+    for (int i = 0; i < rows; ++i) {
       const int first = pipeline.tokens(id);
       auto step = pipeline.begin_step({{id}});
       for (int layer = 0; layer < layers; ++layer) {
@@ -97,9 +99,11 @@ struct side {
     pipeline.release(id);
     return all;
   }
-  std::string save() {
+  /// What a prefix is saved as, of whose rows so many are of the prompt, and the others are decode rows.
+  std::string save(int of_prompt = prompt_rows) {
     const sequence_id id = pipeline.open();
-    prompt(id, prompt_rows);
+    prompt(id, of_prompt);
+    decode(id, prompt_rows - of_prompt);
     std::string bytes;
     pipeline.save_prefix(
         pipeline.keep_prefix(id, prompt_rows),  // which is queued still

@@ -325,9 +325,10 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   }
 
   /// True where what a step completes is summarised behind its attention, on the recall stream, in time for
-  /// the next step's candidates: where that page is none of them yet, nor of its own.
+  /// the next step's candidates: where that page is none of them yet, nor of its own. Pages that are encoded
+  /// have lost their rows by then.
   static bool summarises_behind(const State& s, const step_view& step) {
-    return !step.bounds.prompts && s.budget.window > s.decode_rows;
+    return !s.encoded && !step.bounds.prompts && s.budget.window > s.decode_rows;
   }
   /// Summarises the pages of a run that a step completes, where that is blocks' work.
   void summarise(const State& s, const step_view& step, const page_run& run,
