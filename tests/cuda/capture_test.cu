@@ -575,6 +575,11 @@ bool refuses_what_has_no_order(const texts& source) {
             "cudaStreamBeginCapture");
     expect(refused<usage_error>("a step that is begun in a capture", "begin_captured_step",
                                 [&] { (void)run.of().begin_step({{run.id(0)}}); }));
+    expect(refused<usage_error>("a capture for no sequence", "entries is 0",
+                                [&] { (void)run.of().begin_captured_step({}); }));
+    expect(refused<usage_error>("a capture for 2^31 pages", "capture for fewer", [&] {
+      (void)run.of().begin_captured_step({.entries = 1 << 12, .pages = 1 << 19});
+    }));
     auto step = run.of().begin_captured_step({.entries = 2});
     expect(refused<usage_error>("a report in a capture", "is being captured", [&] { run.of().report(1); }));
     expect(refused<usage_error>("a plan in a capture", "has not ended", [&] { (void)plan(run, trace[3]); }));

@@ -283,6 +283,9 @@ class engine {
       ++expected;
       expect("pages that differ by head", [&] { pipeline_.most_blocks(1, table_rows::all_heads); });
     }
+    ++expected;
+    step.abandon(sequences_[0].id);  // and nothing is left of the step
+    expect("for one at least", [&] { step.queue_tables(0, few); });
     if (refused != expected) std::printf("FAILED %d refusals of %d\n", refused, expected);
     return refused == expected;
   }

@@ -190,10 +190,10 @@ table_ids expect_tables(const State& s, const Settings& settings, int entries, c
     throw no_table(s, who, ": a table of all heads has rows of max_blocks, and no ragged form");
   if (to.indices != nullptr && to.indptr == nullptr)
     throw no_table(s, who, ": indices without indptr, which says where a row's begin; give both");
-  if (to.sequences < entries)
+  if (to.sequences < std::max(entries, 1))
     throw no_table(s, who,
                    ": tables are for " + std::to_string(to.sequences) + " sequences, and there are " +
-                       std::to_string(entries));
+                       std::to_string(entries) + "; give room for them, and for one at least");
   if (to.max_blocks < most)
     throw no_table(s, who,
                    ": a row has " + std::to_string(most) + " blocks at most, and there is room for " +

@@ -13,6 +13,7 @@
 #include <freekv/pipeline/step_report.hpp>
 #include <freekv/storage/paged_tensor.hpp>
 #include <initializer_list>
+#include <limits>
 #include <span>
 #include <string>
 
@@ -301,8 +302,15 @@ class basic_retrieval_pipeline {
     core_.order.expect_outside_step("begin_captured_step");
     if (!core_.backend.compute().is_capturing())
       throw usage_error("begin_captured_step: the compute stream is not captured");
-    core_.entries.clear();
+    if (most.entries < 1)
+      throw usage_error("begin_captured_step: entries is " + std::to_string(most.entries) +
+                        "; a captured step takes at least one sequence");
     const auto bounds = core_.stages().captured_bounds(most);
+    if (std::int64_t{bounds.entries} * bounds.pages > std::numeric_limits<std::int32_t>::max())
+      throw usage_error("begin_captured_step: " + std::to_string(bounds.entries) + " sequences of " +
+                        std::to_string(bounds.pages) +
+                        " pages each are more than 2^31 - 1 pages; capture for fewer");
+    core_.entries.clear();
     core_.rows = bounds.rows;
     core_.longest = core_.longest_prompt = core_.settings.capacity.max_tokens;
     core_.step = core_.stages().capture_step(bounds);
