@@ -306,7 +306,7 @@ class retrieving : public pipeline {
     s.attention.sliding_window = given.sliding_window;
     s.attention.soft_cap = given.soft_cap;
     s.attention.sink_logits = floats(given.sink_logits, to_size(given.layers) * to_size(given.query_heads));
-    if (given.scale_count < 0 ||
+    if (given.scale_count < 0 || given.scale_count > std::int64_t{given.layers} * given.kv_heads ||
         (given.scale_count == 0) != (given.key_scales == nullptr && given.value_scales == nullptr))
       throw settings_error("scale_count is " + std::to_string(given.scale_count) +
                            "; give how many numbers key_scales and value_scales have each: 1, layers or "

@@ -314,6 +314,7 @@ static void settings_errors(freekv_backend* backend) {
   const float scales[3] = {1.0f, 2.0f, 0.0f};
   REFUSED(settings.key_scales = scales, "scale_count is 0");
   REFUSED(settings.scale_count = 2, "scale_count is 2", "0 and neither");
+  REFUSED((settings.key_scales = scales, settings.scale_count = 2147483647), "scale_count is 2147483647");
   REFUSED((settings.value_scales = scales, settings.scale_count = 3), "value_scales has 3 numbers",
           "one for each layer");
   REFUSED((settings.key_scales = scales + 1, settings.scale_count = 2), "key_scales has 0.0", "above 0");

@@ -137,6 +137,7 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
   for (const char* times : {"0", "-1"})
     r.refuse({"--summary", "coarse_to_fine", "--times", times}, {times + std::string(" times")});
   r.refuse({"--spare", "-1"}, {"-1 spare slots"});
+  r.refuse({"--spare", "2147483647"}, {"2147483647 spare slots", "0 to 536870912"});
   for (const char* option : {"--tau", "--scale", "--selection-scale", "--top-p", "--delta", "--epsilon"})
     for (const char* number :
          {"nan", "NaN", "-nan", "inf", "-inf", "infinity", "1e400", "", "0.9x", "x", " 1"})

@@ -249,6 +249,12 @@ TEST_CASE("blocks and tables that cannot be are refused", "[blocks]") {
   refused([](engine_tensor& t) { t.blocks_of_layer[1].ids = t.blocks_of_layer[1].ids.first(5); },
           {"layer 1", "5 blocks", "footprint::slots"});
   refused([](engine_tensor& t) { t.blocks_of_layer[2].tensor.values = nullptr; }, {"layer 2", "null"});
+  refused(
+      [](engine_tensor& t) {
+        auto& ids = t.blocks_of_layer[2].ids;
+        ids = {static_cast<const std::int32_t*>(nullptr), ids.size()};
+      },
+      {"layer 2", "ids are null"});
   refused([](engine_tensor& t) { t.blocks_of_layer[1].tensor.block_tokens = 2 * page; },
           {"layer 1", std::to_string(2 * page) + " tokens", "a page of " + std::to_string(page)});
   refused([](engine_tensor& t) { t.lists[1][3] = -4; }, {"layer 1", "block -4"});

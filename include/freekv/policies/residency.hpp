@@ -32,8 +32,10 @@ struct spare_slots {
   count_of<Spare> spare{};
   std::string values() const { return std::to_string(int{spare}); }
   void validate() const {
-    if (spare < 0)
-      throw settings_error("residency: " + std::to_string(int{spare}) + " spare slots; give 0 or more");
+    constexpr int most = 1 << 29;  // so that sums with what is selected are counted right
+    if (spare < 0 || spare > most)
+      throw settings_error("residency: " + std::to_string(int{spare}) + " spare slots; give 0 to " +
+                           std::to_string(most));
   }
 };
 

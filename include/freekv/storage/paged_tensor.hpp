@@ -105,6 +105,7 @@ template <class Element>
     refuse("blocks of " + std::to_string(tensor.block_tokens) + " tokens, and a slot holds a page of " +
            std::to_string(page_tokens) + "; choose that page size");
   if (tensor.keys == nullptr || tensor.values == nullptr) refuse("keys or values are null");
+  if (slots > 0 && blocks.ids.data() == nullptr) refuse("ids are null");
   const auto bytes = [](std::int64_t elements) {
     return static_cast<std::uintptr_t>(elements) * sizeof(Element);
   };

@@ -213,7 +213,7 @@ class stages {
         select_(backend, policies, scratch, memory),
         refreshed_(scratch, policies.capacity.max_sequences, memory),
         max_parts_((scratch.most_entries() - 1) / entries_per_part(scratch.page_tokens) + 1) {
-    const auto heads = to_size(scratch.kv_heads * max_parts_ * scratch.group);
+    const auto heads = to_size(scratch.kv_heads) * to_size(max_parts_) * to_size(scratch.group);
     part_log_sums_ = memory.take<log_sum_exp>(heads);
     part_weighted_ = memory.take<float>(heads * d);
   }

@@ -143,7 +143,7 @@ struct workspace {
     w.shared = memory.take<float>(to_size(s.shared_floats));
     const int completed = s.completes ? s.group : 0, observed = completed * s.observed_rows;
     w.page_value = memory.take<float>(to_size(s.completes ? 2 * s.head_dim : 0));
-    w.unselected = memory.take<float>(to_size(completed * (1 + s.max_pages)));
+    w.unselected = memory.take<float>(to_size(completed) * to_size(1 + s.max_pages));
     w.entry_log_sum = memory.take<log_sum_exp>(to_size(completed));
     w.entry_weighted = memory.take<float>(to_size(completed * s.head_dim));
     w.observed_queries = memory.take<float>(to_size(observed * s.head_dim));
