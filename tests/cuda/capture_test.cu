@@ -207,6 +207,7 @@ struct run_kind {
   bool changes_wait = true;      // of a sequence, for the recall of steps before
   bool synchronizes = false;     // behind each step
   bool prompts_too = false;      // are replayed
+  bool reports = false;          // of each layer are queued in a captured step
   std::int64_t store_tokens = 0;
   int without_edge = -1;  // of those from the compute to the recall stream, in the order of the recall stream
 };
@@ -289,7 +290,7 @@ class engine {
                                                                .tokens = max_tokens,
                                                                .prompts = true})
                               : pipeline_.begin_captured_step({.entries = sequences, .rows = rows});
-    run_layers(step, captured_);
+    run_layers(step, captured_, kind_.reports);
     // What the engine does with the last layer's output, beside its recall.
     device::check(cudaMemcpyAsync(tail_.data(), captured_.back().out.data(), tail_.size() * sizeof(float),
                                   cudaMemcpyDefault, compute_.get()),
@@ -408,17 +409,19 @@ class engine {
       s.route = resident{};
     return s;
   }
-  void run_layers(pipeline::step& step, step_rows& rows) {
+  void run_layers(pipeline::step& step, step_rows& rows, bool reports = false) {
     for (int layer = 0; layer < layers; ++layer) {
       layer_rows& r = rows[to_size(layer)];
       step.append(layer, {.keys = r.keys, .values = r.values, .queries = r.queries});
       step.attend(layer, r.out);
+      if (reports) pipeline_.queue_report(layer, side_);
     }
   }
 
   const texts& texts_;
   run_kind kind_;
-  device::owned_stream compute_, recall_;
+  device::owned_stream compute_, recall_, own_side_;
+  device::stream side_{own_side_.get()};
   test_backend backend_;
   device::device_memory fast_;
   device::pinned_memory slow_;
@@ -609,6 +612,54 @@ bool refuses_a_small_graph(const texts& source) {
                                [&] { (void)run.of().plan(run.inputs_of(trace[3])); });
 }
 
+/// A capture that was abandoned is no graph that a step could be planned for.
+bool abandons_a_capture(const texts& source) {
+  engine run(source);
+  const std::vector<happening> trace = decode_steps(4);
+  run.run({trace.begin(), trace.begin() + 4});
+  run.capture(2, 2);
+  require(cudaStreamBeginCapture(run.compute(), cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+  (void)run.of().begin_captured_step({.entries = 2, .rows = 4}).abandon();
+  cudaGraph_t graph = nullptr;
+  require(cudaStreamEndCapture(run.compute(), &graph), "cudaStreamEndCapture");
+  cudaGraphDestroy(graph);
+  return refused<usage_error>("a plan of what only an abandoned capture would take",
+                              "no captured step takes 3 rows",
+                              [&] { (void)run.of().plan(run.inputs_of(trace[4])); });
+}
+
+/// Reports that are queued in a captured step, those of the first layer before anything recalls, are those
+/// that are read behind its replay.
+bool reports_of_replays(const texts& source, report& checks) {
+  engine run(source, {.reports = true});
+  const std::vector<happening> trace = decode_steps(8);
+  run.run({trace.begin(), trace.begin() + 4});
+  bool recalls = false;
+  const auto numbers_of = [&](const auto& reports) {
+    pinned<std::int32_t> all;
+    all.push_back(reports.flagged_heads());
+    for (int name : {0, 1}) {
+      const step_report one = reports[run.id(name)];
+      recalls = recalls || std::any_of(one.recalled.begin(), one.recalled.end(), [](int n) { return n > 0; });
+      for (const auto& numbers : {one.recalled, one.promoted, one.attended_count, one.attended})
+        all.insert(all.end(), numbers.begin(), numbers.end());
+    }
+    return all;
+  };
+  for (std::size_t step = 4; step < trace.size(); ++step) {
+    run.step(trace[step], true);
+    run.of().synchronize();
+    for (int layer = 0; layer < layers; ++layer) {
+      results<std::int32_t> reports(pinned<std::int32_t>{});
+      reports.device = numbers_of(run.of().queued_report(layer));
+      reports.host = numbers_of(run.of().report(layer));
+      checks.equal("a captured step's report, layer " + std::to_string(layer), reports);
+    }
+  }
+  if (!recalls) std::printf("FAILED no captured step's report has a recall\n");
+  return recalls;
+}
+
 /// Steps, and between them truncations that drop a selection.
 std::vector<happening> cut_steps() {
   std::vector<happening> trace(std::begin(two_open), std::end(two_open));
@@ -735,7 +786,7 @@ int main() {
   results<float> ahead(engine(source, {.synchronizes = true}).run(decode_steps(12)));
   ahead.device = planned_ahead(source, 12, checks);
   checks.equal("steps that are planned ahead", ahead);
-  const bool right =
-      refuses_what_has_no_order(source) & refuses_a_small_graph(source) & has_few_nodes(source);
+  const bool right = refuses_what_has_no_order(source) & refuses_a_small_graph(source) &
+                     abandons_a_capture(source) & reports_of_replays(source, checks) & has_few_nodes(source);
   return checks.finish() == 0 && right ? 0 : 1;
 }

@@ -129,6 +129,7 @@ template <class T>
 concept device_stages = requires(T& stages, const T& seen, const typename T::bounds& most,
                                  std::span<const detail::step_entry> entries) {
   { stages.capture_step(most) } -> std::same_as<typename T::step>;
+  stages.end_capture(most);
   { seen.captured_bounds(most) } -> std::same_as<typename T::bounds>;  // with what `most` leaves out
   { seen.is_captured(most) } -> std::convertible_to<bool>;             // a step so large
   { seen.can_plan() } -> std::convertible_to<bool>;

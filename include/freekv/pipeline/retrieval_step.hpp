@@ -241,8 +241,11 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
   void end() {
     core_type& core = this->of("end");
     if (core.rows > 0) core.order.expect_all("end", core.any_decode());
-    if (core.in_capture && core.recalls_in_capture)
-      core.backend.compute().wait(core.backend.recall().record());
+    if constexpr (device_stages<typename core_type::stages_type>)
+      if (core.in_capture) {
+        if (core.recalls_in_capture) core.backend.compute().wait(core.backend.recall().record());
+        core.stages().end_capture(core.step.bounds);
+      }
     core.order.leave_step();
     core.in_capture = false;
     this->owner_ = nullptr;

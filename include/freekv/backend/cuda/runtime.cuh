@@ -147,21 +147,29 @@ class event {
   cudaEvent_t recorded_ = nullptr;
 };
 
+/// An event of its own, which measures no time.
+class owned_event {
+ public:
+  owned_event() {
+    check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+  owned_event(const owned_event&) = delete;
+  owned_event& operator=(const owned_event&) = delete;
+  ~owned_event() { cudaEventDestroy(event_); }
+  cudaEvent_t get() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
 /// A stream of the caller's and events for it, all made at construction.
 class stream {
  public:
   static constexpr std::size_t events = 1024;
 
-  explicit stream(cudaStream_t of) : of_(of), ring_(events) {
-    for (cudaEvent_t& e : ring_) create(e);
-    create(captured_);
-  }
+  explicit stream(cudaStream_t of) : of_(of), ring_(events) {}
   stream(const stream&) = delete;
   stream& operator=(const stream&) = delete;
-  ~stream() {
-    for (cudaEvent_t e : ring_) cudaEventDestroy(e);
-    cudaEventDestroy(captured_);
-  }
 
   cudaStream_t get() const { return of_; }
   bool is_capturing() const {
@@ -178,7 +186,7 @@ class stream {
   /// Records the point behind all that is queued. In a capture it is to be waited for before the next point
   /// is recorded.
   event record() {
-    const cudaEvent_t next = is_capturing() ? captured_ : ring_[next_++ % events];
+    const cudaEvent_t next = (is_capturing() ? captured_ : ring_[next_++ % events]).get();
     check(cudaEventRecord(next, of_), "cudaEventRecord");
     return event(next);
   }
@@ -189,13 +197,9 @@ class stream {
   void synchronize() const { check(cudaStreamSynchronize(of_), "cudaStreamSynchronize"); }
 
  private:
-  static void create(cudaEvent_t& e) {
-    check(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  }
-
   cudaStream_t of_;
-  std::vector<cudaEvent_t> ring_;
-  cudaEvent_t captured_ = nullptr;  // of all points in captures
+  std::vector<owned_event> ring_;
+  owned_event captured_;  // of all points in captures
   std::size_t next_ = 0;
 };
 

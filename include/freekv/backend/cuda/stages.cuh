@@ -28,7 +28,9 @@
 #include <freekv/policies/pinning.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/paged_tensor.hpp>
+#include <limits>
 #include <span>
+#include <string>
 #include <type_traits>
 #include <variant>
 #include <vector>
@@ -204,10 +206,15 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   }
   /// A layer's report, read on stream `side`, between what is queued for the layer and what will be.
   void queue_read_back(const State& s, device::stream& side) {
-    for (device::stream* on : {&backend_->compute(), &backend_->recall()}) side.wait(on->record());
+    device::stream &compute = backend_->compute(), &recall = backend_->recall();
+    // A capture has nothing of recall's before the first layer that recalls.
+    const bool recalls = recall.is_capturing() || !compute.is_capturing();
+    side.wait(compute.record());
+    if (recalls) side.wait(recall.record());
     copy_reports(s, side.get());
     const event read = side.record();
-    for (device::stream* on : {&backend_->compute(), &backend_->recall()}) on->wait(read);
+    compute.wait(read);
+    if (recalls) recall.wait(read);
   }
   /// A layer as the host has last read it.
   const State& as_read(const State& s) const { return this->on_host().layers[to_size(s.layer)]; }
@@ -349,6 +356,12 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   static const Settings& checked(const Settings& settings) {
     if (settings.capacity.store_file)
       throw settings_error("the CUDA backend does not have store files yet; take the host backend for it");
+    if (std::int64_t{settings.capacity.max_resident} * settings.max_pages() >
+        std::numeric_limits<std::int32_t>::max())
+      throw settings_error(std::to_string(settings.capacity.max_resident) + " resident sequences of " +
+                           std::to_string(settings.max_pages()) +
+                           " pages each are more than the 2^31 - 1 pages of a step of the CUDA backend; take "
+                           "fewer max_resident, fewer max_tokens or larger pages");
     if (settings.completes())
       throw settings_error(
           "the CUDA backend does not complete attention yet; take no_completion, or the host backend");

@@ -35,10 +35,9 @@ class table_uploads {
   // Captured steps:
 
   /// Captures the upload of the step that each replay takes, `most` it at most.
-  step_view capture_step(const step_bounds& most) {
-    captured_.push_back(most);
-    return ring_.capture(most, backend_->compute());
-  }
+  step_view capture_step(const step_bounds& most) { return ring_.capture(most, backend_->compute()); }
+  /// The capture of a step of such bounds has not been abandoned, and replays may take it.
+  void end_capture(const step_bounds& most) { captured_.push_back(most); }
   /// Fills in what `most` leaves out: rows and pages, from its sequences.
   step_bounds captured_bounds(step_bounds most) const {
     const int rows = settings_->capacity.max_decode_rows, p = settings_->page.tokens;
@@ -47,7 +46,7 @@ class table_uploads {
     most.decodes = most.copies = true;
     return most;
   }
-  /// True where a step was captured that is large enough.
+  /// True where a step has been captured that is large enough.
   bool is_captured(step_bounds brings) const {
     return std::any_of(captured_.begin(), captured_.end(),
                        [&](const step_bounds& most) { return brings.fits(most); });

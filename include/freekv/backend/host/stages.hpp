@@ -147,6 +147,11 @@ class stages {
   template <class In>
   void append_from(const State& s, const step& of, std::span<const paged_blocks<const In>> rows,
                    const event& recalled) {
+    for (const step_entry& entry : of.entries)
+      if (s.lacking[entry.sequence] == lacks_weights)
+        throw usage_error(
+            "append_from: the layer has this step's rows of an append that failed; repeat append, which "
+            "weighs their pages");
     if (s.encoded) {
       recalled.wait();
       for (const step_entry& entry : of.entries) retry_reads(s, entry);
