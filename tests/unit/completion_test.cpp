@@ -483,7 +483,8 @@ TEST_CASE("whichever read fails, the call can be repeated and completes alike, b
   // The second prompt ends in the page whose rows are kept where its first page's are.
   std::vector<step_kind> steps{{60, step_phase::prefill}, {18, step_phase::prefill}};
   steps.resize(8, {of.rows, step_phase::decode});
-  const auto outputs = [&](std::size_t failing_step, int failing, int& failed) {
+  int refused = 0;
+  const auto outputs = [&](std::size_t failing_step, int failing, int& failed, bool then_of_pages = false) {
     completed pipeline(given, backend);
     const auto a = pipeline.open(), b = pipeline.open();
     std::vector<float> all;
@@ -511,6 +512,28 @@ TEST_CASE("whichever read fails, the call can be repeated and completes alike, b
       };
       auto step = pipeline.begin_step({{a, tokens, phase}, {b, tokens, phase}});
       if (nth == failing_step) failing_file::reads_left = failing;
+      if (nth == failing_step && then_of_pages) {
+        CHECK_THROWS_AS(step.append<float>(0, {.keys = keys, .values = values, .queries = queries}),
+                        freekv::store_error);
+        failing_file::reads_left = -1;
+        const std::vector<std::int32_t> ids(static_cast<std::size_t>(tokens));
+        const auto row = static_cast<std::int64_t>(one.key_row);
+        const freekv::paged_blocks<const float> table{.tensor = {.keys = one.k.data(),
+                                                                 .values = one.v.data(),
+                                                                 .block_stride = row,
+                                                                 .token_stride = row,
+                                                                 .head_stride = d,
+                                                                 .block_tokens = 1},
+                                                      .ids = ids};
+        const freekv::paged_blocks<const float> tables[] = {table, table};
+        try {
+          step.append_from<float>(0, tables);
+        } catch (const freekv::usage_error& e) {
+          CHECK_THAT(e.what(), Catch::Contains("repeat append"));
+          ++refused;
+        }
+        return all;
+      }
       insist([&] { step.append<float>(0, {.keys = keys, .values = values, .queries = queries}); });
       if (phase == step_phase::decode) insist([&] { step.attend(0, out); });
       failing_file::reads_left = -1;
@@ -527,7 +550,10 @@ TEST_CASE("whichever read fails, the call can be repeated and completes alike, b
       INFO("read " << failing << " of step " << step);
       CHECK(same_bits(outputs(step, failing, failed), expected));
       CHECK((failed > 0 || failing >= 8));  // of two heads of two sequences, twice
+      // Pages whose rows are there, and that are not weighed yet, are no place for other rows.
+      if (step == 1 && failed > 0) outputs(step, failing, failed, true);
     }
+  CHECK(refused > 0);
 }
 
 TEST_CASE("rows that attend on several threads complete as on one, bit for bit", "[completion]") {
