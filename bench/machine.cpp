@@ -1,4 +1,5 @@
 #include <unistd.h>
+#include <freekv/backend/host/thread_pool.hpp>
 #include <freekv/core/size.hpp>
 
 #include <algorithm>
@@ -6,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <fstream>
+#include <memory>
 #include <random>
 #include <thread>
 
@@ -73,12 +75,10 @@ std::vector<double> seconds_in_turns(int rounds, std::span<const std::function<v
 
 void read_all(std::span<const std::byte> bytes, int threads) {
   static std::atomic<std::uint64_t> kept;  // so that the sums are made
+  static std::unique_ptr<host::thread_pool> pool;  // whose threads stand by, as a backend's do
+  if (pool == nullptr || pool->size() != threads) pool = std::make_unique<host::thread_pool>(threads);
   const std::size_t part = bytes.size() / to_size(threads) / 64 * 64;
-  std::vector<std::thread> helpers;
-  for (int i = 1; i < threads; ++i)
-    helpers.emplace_back([=] { kept = sum_of(bytes.data() + to_size(i) * part, part); });
-  kept = sum_of(bytes.data(), part);
-  for (std::thread& helper : helpers) helper.join();
+  pool->run(threads, threads - 1, [&](int i, int) { kept = sum_of(bytes.data() + to_size(i) * part, part); });
 }
 
 fast_normals::fast_normals(std::uint64_t seed) : table_(4096), state_(seed * 0x9e3779b97f4a7c15ull + 1) {

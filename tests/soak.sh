@@ -39,7 +39,7 @@ for ((round = 1; SECONDS - started < seconds; ++round)); do
   FREEKV_FUZZ_SEED=$((round * 1000000)) FREEKV_FUZZ_CASES=150000 "$tests/fuzz/fuzz_test"
   [[ $preset == cuda ]] || continue
   for architecture in 80 90; do
-    for test in algorithms stages attend score order top_k step capture tables engine_tensor engine; do on_device $test $architecture $round; done
+    for test in algorithms stages attend score order top_k step capture tables rows engine_tensor prefix scales engine; do on_device $test $architecture $round; done
   done
 done
 say "$((round - 1)) rounds in $((SECONDS - started)) s, nothing found"

@@ -2,19 +2,28 @@
 """measure.py LIMITS STEP ENGINE OUT COMMIT: what a GPU takes, with what bounds it and a peer in the same run.
 
 LIMITS, STEP and ENGINE are the programs of limits.cu and step.cu, and freekv-engine. Lines of JSON go to OUT, a table to stdout.
-The peer is PyTorch's attention, where this Python has it. Takes about two minutes on an H100; needs 48 GiB of the host's memory
-and as much of the device's.
+A failure is the exit status, when the rest has been measured. The peer is PyTorch's attention, where this Python has it. Takes
+about two minutes on an H100; needs 48 GiB of the host's memory and as much of the device's.
 """
 import json
+import os
 import subprocess
 import sys
 
+failures = []
+
+
+def failed(what):
+    """Says so, and the rest goes on."""
+    failures.append(what)
+    print(what, file=sys.stderr)
+
 
 def lines_of(*command):
-    """What a program says as JSON; a program that fails is said so, and the rest goes on."""
+    """What a program says as JSON."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        print(f"{' '.join(map(str, command))}: exit status {done.returncode}\n{done.stderr}", file=sys.stderr)
+        failed(f"{' '.join(map(str, command))}: exit status {done.returncode}\n{done.stderr}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -25,8 +34,7 @@ def peers():
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
     except ImportError:
-        return []
-    found = []
+        return
     for batch, tokens in (1, 2048), (4, 2048), (1, 32768), (4, 32768), (1, 131072):
         size = 2 * batch * 8 * tokens * 128
         query = torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
@@ -37,23 +45,26 @@ def peers():
                 with sdpa_kernel(backend):
                     for keys, values in layers:
                         scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-            attend()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            case = f"attention by PyTorch {torch.__version__}, {name}, {tokens} tokens, batch {batch}"
+            try:
                 attend()
-            times = []
-            for _ in range(11):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                graph.replay()
-                end.record()
                 torch.cuda.synchronize()
-                times.append(1e3 * begin.elapsed_time(end) / len(layers))
-            found.append({"bench": "peer", "case": f"attention by PyTorch {torch.__version__}, {name}, {tokens} tokens, batch {batch}",
-                          "metric": "time of a layer", "value": round(sorted(times)[5], 3), "unit": "us",
-                          "device": torch.cuda.get_device_name()})
-    return found
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    attend()
+                times = []
+                for _ in range(11):
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                    graph.replay()
+                    end.record()
+                    torch.cuda.synchronize()
+                    times.append(1e3 * begin.elapsed_time(end) / len(layers))
+            except RuntimeError as fault:  # as where a backend does not have the shape
+                failed(f"{case}: {fault}")
+                continue
+            yield {"bench": "peer", "case": case, "metric": "time of a layer", "value": round(sorted(times)[5], 3), "unit": "us",
+                   "device": torch.cuda.get_device_name()}
 
 
 def steps(step):
@@ -76,14 +87,19 @@ def engines(engine):
 
 def main():
     limits, step, engine, out, commit = sys.argv[1:]
-    with open(out, "w", encoding="utf-8") as file:
+    measured = 0
+    with open(out + ".part", "w", encoding="utf-8") as file:
         print("| | | |\n|---|---|---|")
         for found in (lines_of(limits, 8), peers(), steps(step), engines(engine)):
             for line in found:
                 print(json.dumps({**line, "commit": commit}), file=file, flush=True)
+                measured += 1
                 without = line.get("ms_a_step_without_retrieval")
                 print(f"| {line['case']} | {line['metric']} | {line['value']:.4g} {line['unit']}" +
                       (f", {line['value'] / without:.3f} of {without:.4g} without retrieval" if without else "") + " |", flush=True)
+    if measured > 0:
+        os.replace(out + ".part", out)
+    sys.exit(f"{len(failures)} of what was to be measured failed, the first: {failures[0].splitlines()[0]}" if failures else 0)
 
 
 main()

@@ -84,8 +84,12 @@ pipeline_request request_of(const freekv_settings* given) {
     throw settings_error("layers is " + std::to_string(s.layers) + "; a pipeline has at least 1");
   if (s.query_heads < 1)
     throw settings_error("query_heads is " + std::to_string(s.query_heads) + "; a layer has at least 1");
+  if (s.kv_heads < 1)
+    throw settings_error("kv_heads is " + std::to_string(s.kv_heads) + "; a layer has at least 1");
   if (s.codebooks != nullptr) request.codebooks = taken(s.codebooks, "codebooks");
   if (s.basis != nullptr) request.basis = taken(s.basis, "basis");
+  if (s.store_file == nullptr && s.store_direct != 0)
+    throw settings_error("store_direct is set without a store_file; name one, or leave it 0");
   if (s.store_file != nullptr)
     request.store_file = file_store_options{.path = s.store_file, .direct = s.store_direct != 0};
   return request;
@@ -284,7 +288,8 @@ freekv_status freekv_measure(freekv_backend* backend, const freekv_settings* set
 freekv_status freekv_slots(freekv_backend* backend, const freekv_settings* settings, int64_t* slots,
                            int32_t* per_sequence) {
   return guarded([&] {
-    const c::pipeline_request request = c::request_of(settings);
+    c::pipeline_request request = c::request_of(settings);
+    request.settings.blocks = nullptr;  // there may be no ids yet
     freekv_backend& of = required(backend, "slots: backend");
     const c::pipeline_needs needs = of.of->measure(request);
     if (slots != nullptr) std::copy(needs.slots.begin(), needs.slots.end(), slots);
@@ -439,7 +444,8 @@ freekv_status freekv_begin_captured_step(freekv_pipeline* pipeline, const freekv
 freekv_status freekv_plan(freekv_pipeline* pipeline, const freekv_step_input* entries, size_t count,
                           int32_t* planned) {
   return with_pipeline(pipeline, "plan: pipeline", [&](c::pipeline& p) {
-    required(planned, "plan: planned") = p.plan(rows_of(*pipeline, entries, count, "plan")) ? 1 : 0;
+    int32_t& done = required(planned, "plan: planned");  // before anything happens
+    done = p.plan(rows_of(*pipeline, entries, count, "plan")) ? 1 : 0;
   });
 }
 freekv_status freekv_wait(freekv_pipeline* pipeline) {

@@ -248,7 +248,8 @@ class retrieving : public pipeline {
       : pipeline_(settings_of(request), backend, memory, blocks_of(request.settings)) {}
 
   static pipeline_needs measure(const pipeline_request& request, Backend& backend) {
-    const typename implementation::footprint needs(settings_of(request), backend);
+    const auto blocks = blocks_of(request.settings);
+    const typename implementation::footprint needs(settings_of(request), backend, blocks);
     pipeline_needs all;
     all.footprint = bytes_of(needs);
     for (int layer = 0; layer < needs.configuration().model.layers; ++layer) {
@@ -405,6 +406,10 @@ class evicting final : public pipeline {
       if (is_useless) throw useless(member, given.method);
     const budget b = budget_of(given);
     const int page = or_else(given.page_tokens, 32);
+    if (given.max_tokens < 1 || given.max_prompt < 0 || given.max_prompt > given.max_tokens)
+      throw settings_error("max_tokens is " + std::to_string(given.max_tokens) + " and max_prompt " +
+                           std::to_string(given.max_prompt) +
+                           "; a sequence has at least 1 token, of which 0 or more are of its prompt");
     const std::int64_t kept = std::int64_t{b.sink} + b.window + std::int64_t{b.selected_units} * page;
     settings s;
     s.model = {.layers = given.layers, .query_heads = given.query_heads, .kv_heads = given.kv_heads};

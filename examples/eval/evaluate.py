@@ -301,7 +301,7 @@ tokens. output error: the relative L2 distance of a query head's output from ful
 perplexity: of the same tokens, and its difference from full attention's. top-1: the same most likely token as full attention.
 fast MB: slots, summaries with their data, and complete layers, of a sequence. `*`: outside the interval, or p below 0.05;
 `+`: against `quest`, paired, p below 0.05 or 0 outside the interval, where both ran together. Of so many cells one in twenty is
-so by chance.
+so by chance; and p and the intervals of right answers take questions as independent, which those on one prompt are not.
 """
 
 

@@ -22,4 +22,15 @@ inline bool parsed(CLI::App& app, int argc, char** argv) {
   }
 }
 
+/// Checks that an option is a number from `least` to `most`; CLI::Range takes NaN.
+inline CLI::Validator number_within(double least, double most) {
+  const CLI::Range range(least, most);
+  return {[=](std::string& text) {
+            double number = 0;
+            return CLI::detail::lexical_cast(text, number) && number == number ? range(text)
+                                                                               : text + " is not a number";
+          },
+          range.get_description()};
+}
+
 }  // namespace freekv::examples

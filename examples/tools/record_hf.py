@@ -148,12 +148,16 @@ class Recorder:
         self.notes = {layer: {} for layer in layers}
 
     def __call__(self, module, query, key, value, attention_mask, **options):
+        for name, words in (("softcap", "a soft cap of its scores"), ("s_aux", "sink logits")):
+            if options.get(name) is not None:
+                raise Refusal(f"the model attends with {words}, which sdpa leaves out, so that layers behind would be "
+                              "given other rows; record it with freekv-record")
         layer = getattr(module, "layer_idx", None)
         if layer in self.rows:
             new = query.shape[2]  # keys and values hold those of earlier chunks before them
             for name, rows in (("q", query), ("k", key), ("v", value)):
                 self.rows[layer][name].append(self.rounded(layer, rows[:, :, rows.shape[2] - new:]))
-            self.notes[layer] = {name: options.get(name) for name in ("scaling", "sliding_window", "softcap", "s_aux")}
+            self.notes[layer] = {name: options.get(name) for name in ("scaling", "sliding_window")}
         return self.attend(module, query, key, value, attention_mask, **options)
 
     def rounded(self, layer, rows):
@@ -183,15 +187,17 @@ class Recorder:
         return result
 
 
-def say_what_differs(layer, notes, head_dim):
-    """freekv-replay compares with plain softmax attention over everything."""
-    scale = notes.get("scaling")
-    if scale is not None and abs(scale * math.sqrt(head_dim) - 1) > 1e-5:
-        print(f"layer {layer} scales scores by {scale:g}, not by 1/sqrt(head_dim): give freekv-replay --scale {scale:g}",
-              file=sys.stderr)
-    for name, words in (("sliding_window", "a sliding window"), ("softcap", "a soft cap"), ("s_aux", "sink logits")):
-        if notes.get(name) is not None:
-            print(f"layer {layer} attends with {words}, which freekv-replay does not", file=sys.stderr)
+def metadata_of(chosen, layer, notes):
+    """What a trace says of itself. A scale that is the model's own is what freekv-replay scales by."""
+    metadata = {"prompt_len": str(chosen.prompt), "layer": str(layer),
+                "model": os.path.basename(os.path.normpath(chosen.model)),
+                "text": os.path.basename(chosen.text or chosen.tokens)}
+    if notes.get("scaling") is not None:
+        metadata["scale"] = repr(float(notes["scaling"]))
+    if notes.get("sliding_window") is not None:
+        print(f"layer {layer} attends with a sliding window: give freekv-replay --sliding-window "
+              f"{notes['sliding_window']}", file=sys.stderr)
+    return metadata
 
 
 def record(chosen):
@@ -203,31 +209,32 @@ def record(chosen):
             raise Refusal(f"--layers: the model has layers 0 to {text_config.num_hidden_layers - 1}, so none numbered "
                           f"{layer}")
     ids = token_ids(chosen, transformers, text_config.vocab_size)
+    os.makedirs(chosen.out, exist_ok=True)  # before the long work
     recorder = Recorder(torch, sdpa, chosen.layers, chosen.dtype)
     interface.register(RECORDING, recorder)
     # Without a language model's head: its logits would be most of the memory.
     model = load(f'"{chosen.model}"', lambda: transformers.AutoModel.from_pretrained(
         chosen.model, attn_implementation=RECORDING))
     compute = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[chosen.compute]
-    model = model.to(device=chosen.device, dtype=compute).eval()
+    model = load(f'"{chosen.model}" on {chosen.device}',
+                 lambda: model.to(device=chosen.device, dtype=compute).eval())
     cache = None
     with torch.no_grad():
         for begin in range(0, len(ids), chosen.chunk):
             if sys.stderr.isatty():
                 print(f"\rrecord_hf.py: token {begin} of {len(ids)}", end="", file=sys.stderr, flush=True)
             chunk = torch.tensor([ids[begin:begin + chosen.chunk]], device=chosen.device)
-            cache = model(input_ids=chunk, past_key_values=cache, use_cache=True).past_key_values
+            try:
+                cache = model(input_ids=chunk, past_key_values=cache, use_cache=True).past_key_values
+            except RuntimeError as fault:  # of the device, such as too little memory
+                raise Refusal(f"tokens from {begin} on cannot go through the model: {str(fault).splitlines()[0]}; a "
+                              "smaller --chunk takes less memory") from fault
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
-    os.makedirs(chosen.out, exist_ok=True)
     for layer in sorted(recorder.rows):
         tensors = recorder.tensors(layer, len(ids), chosen.dtype)
         path = os.path.join(chosen.out, f"layer-{layer}.safetensors")
-        write_safetensors(path, tensors, {
-            "prompt_len": str(chosen.prompt), "layer": str(layer),
-            "model": os.path.basename(os.path.normpath(chosen.model)),
-            "text": os.path.basename(chosen.text or chosen.tokens)})
-        say_what_differs(layer, recorder.notes[layer], tensors["q"][1][2])
+        write_safetensors(path, tensors, metadata_of(chosen, layer, recorder.notes[layer]))
         print(path)
 
 

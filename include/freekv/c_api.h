@@ -57,7 +57,7 @@ typedef enum freekv_status {
   FREEKV_UNEXPECTED_ERROR = 9 /* something else: an error of the library's own, worth a report */
 } freekv_status;
 
-/* Types of keys and values, and but for fp8 of the queries and outputs of methods that retrieve. */
+/* Types of keys and values, and but for fp8 of queries and outputs. */
 typedef enum freekv_element {
   FREEKV_F32 = 1,
   FREEKV_F16 = 2,
@@ -243,7 +243,8 @@ typedef struct freekv_footprint {
   uint64_t summaries, codec, state, staging;
 } freekv_footprint;
 
-/* Bytes that a pipeline with these settings takes, known before anything is allocated. Settings_error. */
+/* Bytes that a pipeline with these settings takes, `blocks` among them, known before anything is allocated.
+ * Settings_error. */
 FREEKV_API freekv_status freekv_measure(freekv_backend* backend, const freekv_settings* settings,
                                         freekv_footprint* footprint);
 /* Slots by layer: `slots` (layers) of all resident sequences, and so the ids of freekv_engine_blocks;
@@ -309,9 +310,9 @@ typedef struct freekv_step_input {
 } freekv_step_input;
 
 /* Keys, values and queries of a step's rows in a layer, after RoPE; sequences one behind the other, as
- * begin_step lists them. They stay where they are until the layer has attended. Rows of methods that retrieve
- * may be parts of longer ones, as of a fused projection: a stride is elements from a row to the next, 0 where
- * one lies behind the other. */
+ * begin_step lists them. They stay where they are until the layer has attended. Rows may be parts of longer
+ * ones, as of a fused projection: a stride is elements from a row to the next, 0 where one lies behind the
+ * other. */
 typedef struct freekv_rows {
   size_t size;
   int32_t element;       /* of keys and values: the stored one, in fp8 stored numbers; or FREEKV_F32, for fp8
@@ -391,7 +392,7 @@ FREEKV_API freekv_status freekv_abandon_sequence(freekv_step* step, freekv_seque
  *
  * On the host these calls are usage_errors, but for reserve. */
 
-/* Bounds of a captured step. What is 0 is what decode rows need. */
+/* Bounds of a captured step. `entries` is at least 1; what else is 0 is what decode rows need. */
 typedef struct freekv_step_bounds {
   size_t size;
   int32_t entries;  /* sequences at most */

@@ -280,6 +280,11 @@ static void settings_errors(freekv_backend* backend) {
   REFUSED(settings.kv_heads = 3, "query_heads 4 is not a multiple of kv_heads 3");
   REFUSED(settings.layers = 0, "layers is 0");
   REFUSED(settings.query_heads = -1, "query_heads is -1");
+  REFUSED(settings.kv_heads = -1, "kv_heads is -1");
+  REFUSED(settings.store_direct = 1, "store_direct", "without a store_file");
+  REFUSED((settings.method = "h2o", settings.max_tokens = 0), "max_tokens is 0");
+  REFUSED((settings.method = "h2o", settings.max_prompt = settings.max_tokens + 1), "and max_prompt");
+  REFUSED((settings.method = "h2o", settings.max_prompt = -2147483647 - 1), "max_prompt -2147483648");
   REFUSED(settings.element = FREEKV_F16, "f16 with head_dim 64 is not among", "f32 64", "FREEKV_C_SHAPES");
   REFUSED(settings.head_dim = 72, "f32 with head_dim 72", "bf16 128");
   REFUSED(settings.element = 0, "element is 0", "FREEKV_F32");

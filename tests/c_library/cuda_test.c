@@ -483,6 +483,7 @@ static void errors(cudaStream_t compute, cudaStream_t recall) {
 
   // A ring that is full says so; no launch will make room.
   on.replay = captured(&on);
+  CHECK(freekv_plan(on.p, &row, 1, NULL) == FREEKV_USAGE_ERROR && SAYS("planned is NULL"));
   for (int i = 0; i < 4; ++i) OK(freekv_plan(on.p, &row, 1, &planned)), CHECK(planned == 1);
   OK(freekv_plan(on.p, &row, 1, &planned));
   CHECK(planned == 0);

@@ -119,6 +119,52 @@ TEST_CASE("a layer that is damaged is named, and the older list of heads stays",
   c.check_untouched();
 }
 
+TEST_CASE("a trace is no place for the list of its heads", "[heads]") {
+  const heads_case c;
+  const std::string before = load(c.trace_of("2"));
+  check_mentions(c.sentence({"--out", c.trace_of("2")}), {"--out", "layer-2", "input"});
+  CHECK(load(c.trace_of("2")) == before);
+  c.check_untouched();
+}
+
+TEST_CASE("two traces of a layer are refused, as no program reads a list of both", "[heads]") {
+  heads_case c;
+  file_parts again = good_trace();
+  again.header["__metadata__"]["layer"] = "2";
+  store(c.trace_of("other"), again.whole());
+  check_mentions(c.sentence({"--out", c.list()}), {"layer-2", "layer-other", "both of layer 2"});
+  c.check_untouched();
+}
+
+TEST_CASE("a share that is no number is refused", "[heads]") {
+  const heads_case c;
+  for (const char* share : {"nan", "-nan", "1.5", "-0.1"})
+    check_mentions(c.sentence({"--out", c.list(), "--share", share}), {"--share", share});
+  c.check_untouched();
+}
+
+TEST_CASE("what sink logits take of the attention is no head's reach", "[heads]") {
+  // All tokens are alike; the first KV head's query heads attend to their sink logits alone.
+  const heads_case c;
+  const file_parts trace =
+      parts_of({{"q", tensor_text{"F32", {40, 4, 64}, std::string(40 * 4 * 64 * 4, '\0')}},
+                {"k", tensor_text{"F32", {40, 2, 64}, std::string(40 * 2 * 64 * 4, '\0')}},
+                {"v", tensor_text{"F32", {40, 2, 64}, std::string(40 * 2 * 64 * 4, '\0')}},
+                {"sink_logits", tensor_text{"F32", {4}, bytes_of({30, 30, -30, -30}, "F32")}}},
+               {{"prompt_len", "30"}, {"layer", "2"}, {"period", "10"}});
+  store(c.folder / "alone", trace.whole());
+  for (const char* by : {"mass", "echo"}) {
+    const auto end = run_program({FREEKV_HEADS, c.folder / "alone", "--out", c.list(), "--page", "8",
+                                  "--sink", "8", "--window", "8", "--share", "0.5", "--by", by});
+    INFO(end);
+    REQUIRE(end.exit_code == 0);
+    const std::string list = load(c.list());
+    INFO(list);
+    const auto first = list.find("2 1 complete"), second = list.find("2 0 window");
+    CHECK((first != std::string::npos && second != std::string::npos && first < second));
+  }
+}
+
 TEST_CASE("what freekv-heads cites is cut", "[heads]") {
   const heads_case c;
   const std::string much(100000, 'm');

@@ -174,6 +174,25 @@ sys.exit(record_hf.main([]))
         self.assertEqual(os.listdir(self.folder), ["trace"])
 
 
+class Attention(Folder):
+    """What the recorder makes of the options that an attention is given; without torch."""
+
+    def test_attention_that_sdpa_does_not_compute_is_refused_in_any_layer(self):
+        import types
+        kinds = types.SimpleNamespace(float32=None, float16=None, bfloat16=None)
+        recorder = record_hf.Recorder(kinds, lambda *_, **__: "attended", [5], "f16")
+        module = types.SimpleNamespace(layer_idx=0)
+        self.assertEqual(recorder(module, 1, 2, 3, None, scaling=0.1, softcap=None), "attended")
+        for options in ({"softcap": 50.0}, {"s_aux": [0.5]}):
+            with self.assertRaisesRegex(record_hf.Refusal, "freekv-record"):
+                recorder(module, 1, 2, 3, None, **options)
+
+    def test_a_scale_is_the_traces(self):
+        chosen = record_hf.arguments(["--model", "a/b", "--text", "t", "--layers", "3", "--out", "o"])
+        self.assertEqual(record_hf.metadata_of(chosen, 3, {"scaling": 0.0625})["scale"], "0.0625")
+        self.assertNotIn("scale", record_hf.metadata_of(chosen, 3, {}))
+
+
 class CommandLine(Folder):
     def test_without_torch_a_sentence_says_what_to_install(self):
         self.stored("torch.py", b"raise ImportError('hidden for this test', name='torch')")
@@ -251,17 +270,17 @@ class Recording(Folder):
             one, other = (read_safetensors(os.path.join(self.path(name), "layer-1.safetensors"))
                           for name in ("from-text", "from-tokens"))
             self.assertEqual(one[0], other[0])
-            self.assertEqual(one[1], {"prompt_len": "150", "layer": "1", "model": kind, "text": "text"})
+            self.assertEqual(one[1], {"prompt_len": "150", "layer": "1", "model": kind, "text": "text", "scale": "0.125"})
             self.assertEqual(self.replayed(self.path("from-text"))["layers"][0]["dtype"], "BF16")
 
-    def test_a_head_scale_of_the_models_own_is_said(self):
+    def test_a_head_scale_of_the_models_own_is_written(self):
         torch.manual_seed(5)
         config = transformers.GraniteConfig(**self.shape, attention_multiplier=0.25)
         transformers.GraniteModel(config).save_pretrained(self.path("Granite"))
         tokens = self.stored("tokens", b"1 " * 200)
-        end = self.recorded("--model", self.path("Granite"), "--tokens", tokens, "--layers", "0", "--out",
-                            self.path("out"))
-        self.assertIn("--scale 0.25", end.stderr)
+        self.recorded("--model", self.path("Granite"), "--tokens", tokens, "--layers", "0", "--out", self.path("out"))
+        path = os.path.join(self.path("out"), "layer-0.safetensors")
+        self.assertEqual(read_safetensors(path)[1]["scale"], "0.25")
 
     def test_what_cannot_be_recorded_is_refused_with_the_number(self):
         self.model("Llama")

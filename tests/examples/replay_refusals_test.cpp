@@ -401,13 +401,17 @@ TEST_CASE("a head list that does not fit the trace is refused", "[replay]") {
 
 TEST_CASE("a list of layers that does not fit the trace is refused", "[replay]") {
   refusals r{changed([](auto& h) { h["__metadata__"]["layer"] = "3"; }).whole()};
-  const auto refuse_list = [&](const std::string& list, const std::vector<std::string>& parts) {
+  const auto refuse_list = [&](const std::string& list, const std::vector<std::string>& parts,
+                               const std::vector<std::string>& more = {}) {
     store(r.folder / "layers", list);
-    r.refuse({"--by-layer", r.folder / "layers"}, parts);
+    std::vector<std::string> options{"--by-layer", r.folder / "layers"};
+    options.insert(options.end(), more.begin(), more.end());
+    r.refuse(options, parts);
   };
   refuse_list("3 32 -", {"line 1", "layer tokens tau delta"});
   refuse_list("# none\n3 32 2 -", {"line 2", "cosine"});
   refuse_list("3 33 - -", {"33 tokens for layer 3", "units have", "multiples"});
+  refuse_list("3 32 - -", {"page size 0"}, {"--page", "0"});
   r.refuse({"--by-layer", r.folder / "absent"}, {"absent", "opened"});
   store(r.folder / "layers", "3 32 - -");
   r.refuse({"--by-layer", r.folder / "layers", "--variant", "full"}, {"--by-layer", "--variant full"});

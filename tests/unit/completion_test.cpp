@@ -61,6 +61,7 @@ completed::settings settings_of(const sizes& s, const std::vector<float>& basis,
   all.completion = freekv::page_values{.prompt_rows = dice.one_of({1, 5, 64}),
                                        .refreshed = dice.one_of({0.3f, 1.0f, 0.05f})};
   if (dice.below(2) == 0) all.route = freekv::in_place{};
+  if (dice.below(3) == 0) all.attention.sink_logits = normals(dice, count(all.model.query_heads), 3.0f);
   if (dice.below(3) == 0) all.correction = freekv::never{};
   if (dice.below(3) == 0) all.correction = freekv::mass_deficit{.delta = 0.2f, .partial = true};
   if (dice.below(3) == 0) all.capacity.store_file = {.path = "/tmp"};
@@ -77,6 +78,13 @@ struct rows_of_text {
     q = normals(dice, count(tokens) * query_row, 1.5f);
     k = normals(dice, count(tokens) * key_row, 1.0f);
     v = normals(dice, count(tokens) * key_row, 1.0f);
+  }
+  /// Other numbers from a token on.
+  void change_from(dice& dice, int token) {
+    for (const auto& [of, row] : {std::pair{&q, query_row}, {&k, key_row}, {&v, key_row}}) {
+      const std::size_t first = count(token) * row;
+      std::ranges::copy(normals(dice, of->size() - first, 1.5f), of->begin() + static_cast<long>(first));
+    }
   }
   std::span<const float> part(const std::vector<float>& of, std::size_t row, int first, int tokens) const {
     return std::span(of).subspan(count(first) * row, count(tokens) * row);
@@ -111,6 +119,16 @@ output run(Pipeline& pipeline, freekv::sequence_id id, const rows_of_text& text,
   return result;
 }
 
+/// Appends prompt rows without queries, which weigh no page.
+void append_without_queries(completed& pipeline, freekv::sequence_id id, const rows_of_text& text,
+                            int tokens) {
+  const int first = pipeline.tokens(id);
+  auto step = pipeline.begin_step({{id, tokens, step_phase::prefill}});
+  step.append<float>(0, {.keys = text.part(text.k, text.key_row, first, tokens),
+                         .values = text.part(text.v, text.key_row, first, tokens)});
+  step.end();
+}
+
 /// The definition, in float64: pages' values of one sequence, and attention that they complete.
 class definition {
  public:
@@ -130,7 +148,7 @@ class definition {
           const int length = before + row + 1;
           std::vector<double> w(count(length));
           for (int t = 0; t < length; ++t) w[count(t)] = score(before + row, head, g, t);
-          const double lse = log_sum(w);
+          const double lse = log_sum(with_logit(w, head, g));
           for (int t = 0; t < length; ++t) {
             const double share = std::exp(w[count(t)] - lse);
             auto& sum = sums[t / page()];
@@ -144,6 +162,11 @@ class definition {
         values_[count(head)][p] = rounded(sum);
       }
     }
+  }
+
+  /// Values of pages that have lost a token.
+  void truncate(int tokens) {
+    for (auto& of_head : values_) of_head.erase(of_head.lower_bound(tokens / page()), of_head.end());
   }
 
   struct expected {
@@ -176,7 +199,7 @@ class definition {
       entries.push_back(value->second);
       for (const double x : value->second) quantum = std::max(quantum, std::fabs(x) / 127);
     }
-    expected result{std::vector<double>(d), log_sum(scores), 0.0};
+    expected result{std::vector<double>(d), log_sum(with_logit(scores, head, g)), 0.0};
     double tail = 0.0;
     for (std::size_t e = 0; e < scores.size(); ++e) {
       const double share = std::exp(scores[e] - result.lse);
@@ -221,6 +244,11 @@ class definition {
   double score(int row, int head, int g, int token) const {
     return double{s_->attention.scale} * oracle::dot(std::span(text_->query(row, head * group() + g), d),
                                                      std::span(text_->key(token, head), d));
+  }
+  std::vector<double> with_logit(std::vector<double> scores, int head, int g) const {
+    if (!s_->attention.sink_logits.empty())
+      scores.push_back(double{s_->attention.sink_logits[count(head * group() + g)]});
+    return scores;
   }
   static double log_sum(const std::vector<double>& x) {
     const double top = *std::max_element(x.begin(), x.end());
@@ -267,14 +295,14 @@ void make_pages_alike(rows_of_text& text, dice& dice, int page, int kv_heads) {
 
 TEST_CASE("completed attention is what its definition says, row by row", "[completion]") {
   dice dice(seed(71));
-  int outputs = 0, off = 0, tails = 0;
+  int outputs = 0, off = 0, tails = 0, cut = 0;
   for (int trial = 0; trial < some_of(60); ++trial) {
     const sizes of = random_sizes(dice);
     const auto basis = random_basis(dice, of.kv_heads, d, d);
     freekv::host_backend backend({.threads = 1 + dice.below(3), .overlap = dice.below(2) == 0});
     completed pipeline(settings_of(of, basis, dice), backend);
     const auto& s = pipeline.configuration();
-    const rows_of_text text(dice, s.capacity.max_tokens, s);
+    rows_of_text text(dice, s.capacity.max_tokens, s);
     const auto id = pipeline.open();
     definition expected(s, text);
     INFO(of << ", " << pipeline.name() << ", trial " << trial);
@@ -284,6 +312,15 @@ TEST_CASE("completed attention is what its definition says, row by row", "[compl
       run(pipeline, id, text, tokens, step_phase::prefill);
     }
     for (int step = 0; step < 12; ++step) {
+      if (step == 5 && dice.below(2) == 0) {  // another text from a token on, whose pages nobody weighs
+        const int tokens = pipeline.tokens(id) - 1 - dice.below(4 * of.page);
+        pipeline.truncate(id, tokens);
+        expected.truncate(tokens);
+        text.change_from(dice, tokens);
+        const int room = s.capacity.max_tokens - tokens - 7 * of.rows;
+        append_without_queries(pipeline, id, text, std::min(room, of.window + dice.below(4 * of.page)));
+        ++cut;
+      }
       const int before = pipeline.tokens(id), rows = 1 + dice.below(of.rows);
       const output got = run(pipeline, id, text, rows, step_phase::decode);
       for (int head = 0; head < of.kv_heads; ++head) {
@@ -310,6 +347,7 @@ TEST_CASE("completed attention is what its definition says, row by row", "[compl
            << " rows have tails");
   CHECK(off < outputs / 100);
   CHECK(tails > some_of(100));
+  CHECK(cut > some_of(10));
 }
 
 TEST_CASE("completed attention with scales that are powers of two is that without, bit for bit",
@@ -353,6 +391,7 @@ TEST_CASE("where a page's values are alike, completed attention is attention to 
     freekv::host_backend backend({.threads = 1 + dice.below(3), .overlap = dice.below(2) == 0});
     auto given = settings_of(of, basis, dice);
     given.capacity.max_resident = 2;
+    given.attention.sink_logits.clear();
     completed pipeline(given, backend);
     const auto& s = pipeline.configuration();
     rows_of_text text(dice, s.capacity.max_tokens, s);
@@ -417,6 +456,7 @@ TEST_CASE("what a correction has scored completes attention as what attention sc
     by_layer together({.model = s.model,
                        .budget = s.budget,
                        .capacity = s.capacity,
+                       .attention = s.attention,
                        .page = s.page,
                        .unit = s.unit,
                        .summary = s.summary,
@@ -516,7 +556,7 @@ TEST_CASE("whichever read fails, the call can be repeated and completes alike, b
         CHECK_THROWS_AS(step.append<float>(0, {.keys = keys, .values = values, .queries = queries}),
                         freekv::store_error);
         failing_file::reads_left = -1;
-        const std::vector<std::int32_t> ids(static_cast<std::size_t>(tokens));
+        const std::vector<std::int32_t> ids(static_cast<std::size_t>(before + tokens));
         const auto row = static_cast<std::int64_t>(one.key_row);
         const freekv::paged_blocks<const float> table{.tensor = {.keys = one.k.data(),
                                                                  .values = one.v.data(),
@@ -595,14 +635,80 @@ TEST_CASE("without queries of a prompt, or without completion, only what is sele
   std::vector<output> first_steps;
   for (completed* pipeline : {&with, &without}) {
     const auto id = pipeline->open();
-    auto step = pipeline->begin_step({{id, 100, step_phase::prefill}});
-    step.append<float>(0, {.keys = text.part(text.k, text.key_row, 0, 100),
-                           .values = text.part(text.v, text.key_row, 0, 100)});
-    step.end();
+    append_without_queries(*pipeline, id, text, 100);
     first_steps.push_back(run(*pipeline, id, text, 1, step_phase::decode));
   }
   for (std::size_t i = 0; i < first_steps[0].out.size(); ++i)
     CHECK(is_near(double{first_steps[0].out[i]}, double{first_steps[1].out[i]}, 1e-5));
+}
+
+TEST_CASE("a sequence knows nothing of the values of the one whose place it takes, nor of its prefix's",
+          "[completion]") {
+  dice dice(seed(83));
+  const sizes of{8, 0, 8, 16, 2, 3, 2, 1};
+  const auto basis = random_basis(dice, of.kv_heads, d, d);
+  const auto given = settings_of(of, basis, dice);
+  freekv::host_backend backend;
+  completed fresh(given, backend), used(given, backend);
+  const rows_of_text text(dice, 160, used.configuration());
+  const auto expected_of = [&](completed& pipeline, freekv::sequence_id id) {
+    append_without_queries(pipeline, id, text, 100 - pipeline.tokens(id));
+    return run(pipeline, id, text, 1, step_phase::decode);
+  };
+  const output expected = expected_of(fresh, fresh.open());
+  auto ids = {used.open(), used.open(), used.open()};  // as many as there are
+  for (const auto id : ids) run(used, id, text, 100, step_phase::prefill);
+  const auto prefix = used.keep_prefix(*ids.begin(), 64);
+  for (const auto id : ids) CHECK_FALSE(run(used, id, text, 1, step_phase::decode) == expected);
+  for (const auto id : ids) used.release(id);
+  CHECK(expected_of(used, used.open()) == expected);
+  CHECK(expected_of(used, used.open(prefix)) == expected);
+}
+
+TEST_CASE("masses that a layer's correction leaves are no other layer's", "[completion]") {
+  dice dice(seed(84));
+  sizes of{8, 0, 8, 16, 2, 3, 2, 1};
+  const auto basis = random_basis(dice, of.kv_heads, d, d);
+  auto given = settings_of(of, basis, dice);
+  std::vector<float> bases = basis;
+  bases.insert(bases.end(), basis.begin(), basis.end());
+  given.model.layers = 2;
+  given.summary.basis = {bases.data(), 2, of.kv_heads, d, d};
+  given.attention.sink_logits.clear();
+  given.correction = freekv::cosine_drift{.tau = 2.0f};  // so that all heads are corrected
+  given.capacity.store_file.reset();
+  freekv::host_backend backend;
+  const rows_of_text texts[] = {{dice, 160, given}, {dice, 160, given}};
+  const auto outputs = [&](bool in_turn) {
+    completed pipeline(given, backend);
+    const auto id = pipeline.open();
+    const auto step_of = [&](int tokens, step_phase phase, const auto& attend) {
+      const int first = pipeline.tokens(id);
+      auto step = pipeline.begin_step({{id, tokens, phase}});
+      attend(step, [&](int layer) {
+        const rows_of_text& text = texts[layer];
+        step.template append<float>(layer, {.keys = text.part(text.k, text.key_row, first, tokens),
+                                            .values = text.part(text.v, text.key_row, first, tokens),
+                                            .queries = text.part(text.q, text.query_row, first, tokens)});
+      });
+      step.end();
+    };
+    step_of(120, step_phase::prefill, [](auto&, const auto& append) { append(0), append(1); });
+    std::vector<float> out(texts[0].query_row), unused(out);
+    step_of(1, step_phase::decode, [&](auto& step, const auto& append) {
+      append(0);
+      if (in_turn) step.attend(0, unused);
+      append(1);
+      if (!in_turn) {
+        step.correct(1);
+        step.correct(0);
+      }
+      step.attend(1, out);
+      if (!in_turn) step.finish_layer(0);
+    });
+    return out;
+  };
+  CHECK(same_bits(outputs(false), outputs(true)));
 }
 
 TEST_CASE("values that are not finite stand for no page", "[completion]") {

@@ -6,6 +6,7 @@
 #include <random>
 
 #include "../catch.hpp"
+#include "../counting_resource.hpp"
 #include "../mentions.hpp"
 #include "steps.hpp"
 
@@ -213,7 +214,12 @@ TEST_CASE(
       live(own, first, second, [&](const auto& parts) { expected.push_back(run_step(own, parts)); });
 
       const engine_tensor tensor(s, backend, of, 7);
-      pipeline_type theirs(s, backend, {}, tensor.blocks_of_layer);
+      const pipeline_type::footprint needs(s, backend, tensor.blocks_of_layer);
+      counting_resource slow, fast;
+      pipeline_type theirs(s, backend, {&slow, &fast}, tensor.blocks_of_layer);
+      CHECK(slow.sum() == needs.slow_bytes());
+      CHECK(fast.sum() == needs.fast_bytes());
+      CHECK(needs.fast_bytes() < pipeline_type::footprint(s, backend).fast_bytes());
       CHECK(theirs.bytes().slots == 0);
       CHECK(own.bytes().slots > 0);
       std::size_t nth = 0;

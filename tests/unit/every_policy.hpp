@@ -58,13 +58,27 @@ inline std::vector<method_spec> every_policy() {
   for (const auto& pool : drift_pools) all.push_back({.drift_pool = std::string(pool.name)});
   for (const auto& one : residencies)
     for (const int spare : {0, 1, 5}) all.push_back({.residency = std::string(one.name), .spare = spare});
+  for (const auto& one : codecs)  // but those that take lists, which have tests of their own
+    if (const method_spec m{.codec = std::string(one.name)}; !m.needs_factors() && !m.needs_channels())
+      all.push_back(m);
+  for (const char* summary : {"key_subspace", "key_codes"})
+    for (const auto& one : completions)
+      for (const int unit : {0, 4})
+        all.push_back({.summary = summary,
+                       .rank = 12,
+                       .bits = 4,
+                       .unit = unit,
+                       .correction = "mass_deficit",
+                       .completion = std::string(one.name),
+                       .codec = unit == 0 ? "int8_token" : "identity"});
   return all;
 }
 
 inline std::string words(const method_spec& m) {
   return m.summary + " " + m.format + ", " + m.pooling + ", " + m.selection + ", " + m.rows + ", " +
          m.correction + (m.partial ? " partial" : "") + " " + m.drift_pool + ", " + m.residency + " " +
-         std::to_string(m.spare) + ", unit " + std::to_string(m.unit) + ", " + m.pinning;
+         std::to_string(m.spare) + ", unit " + std::to_string(m.unit) + ", " + m.pinning + ", " + m.codec +
+         ", " + m.completion;
 }
 
 }  // namespace tests

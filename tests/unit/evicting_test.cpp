@@ -7,6 +7,7 @@
 
 #include "../agreement.hpp"
 #include "../catch.hpp"
+#include "../counting_resource.hpp"
 #include "../property/seeds.hpp"
 #include "fused_rows.hpp"
 #include "given_pages.hpp"
@@ -474,23 +475,13 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
     CHECK(bytes_of(eviction, [](auto& s) { s.plan = {{0}}; }).store == 0);
     CHECK(needed.summaries == 0);
     CHECK(needed.fast_tier() == needed.slots + needed.complete);
-    struct counting : std::pmr::memory_resource {
-      std::size_t bytes = 0;
-      void* do_allocate(std::size_t n, std::size_t alignment) override {
-        bytes += n;
-        return std::pmr::new_delete_resource()->allocate(n, alignment);
-      }
-      void do_deallocate(void* memory, std::size_t n, std::size_t alignment) override {
-        std::pmr::new_delete_resource()->deallocate(memory, n, alignment);
-      }
-      bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
-    } slow, fast;
+    counting_resource slow, fast;
     const forgetful::footprint needs(settings_of(eviction), backend);
     const forgetful p(needs, backend, {&slow, &fast});
-    CHECK(slow.bytes == needs.slow_bytes());
-    CHECK(fast.bytes == needs.fast_bytes());
-    CHECK(slow.bytes == needed.store);
-    CHECK(fast.bytes == needed.slots + needed.state + needed.staging);
+    CHECK(slow.sum() == needs.slow_bytes());
+    CHECK(fast.sum() == needs.fast_bytes());
+    CHECK(slow.sum() == needed.store);
+    CHECK(fast.sum() == needed.slots + needed.state + needed.staging);
     CHECK(p.bytes().total() == needed.total());
     CHECK(p.slice_bytes() == row_bytes * count(unit_of(eviction)));
   }
@@ -1315,6 +1306,8 @@ TEST_CASE("lists of query heads that vote, and layers' budgets, are checked", "[
   refuses("compress_kv gives a layer a budget of 8 tokens; give each more than the window of 8",
           {.budgets = small});
   refuses("compress_kv gives layers 81 tokens together, and a budget of 40 is 80 for 2", {.budgets = much});
+  const tokens all{2147483647, 40};
+  refuses("compress_kv gives a layer a budget of 2147483647 tokens, more than 536870912", {.budgets = all});
 
   struct of_decoding : freekv::compress_kv {
     bool observes_decoding() const { return true; }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../catch.hpp"
+#include "../counting_resource.hpp"
 #include "every_policy.hpp"
 #include "steps.hpp"
 
@@ -50,33 +51,6 @@ namespace {
 using namespace tests;
 using freekv::step_phase;
 
-/// Counts what is taken and what is given back, and can be told to run out.
-class counting_resource : public std::pmr::memory_resource {
- public:
-  std::vector<std::size_t> taken;
-  std::size_t alignment = 0, returned = 0;
-  bool is_empty = false;
-
- private:
-  void* do_allocate(std::size_t bytes, std::size_t align) override {
-    if (is_empty) throw std::bad_alloc();
-    taken.push_back(bytes);
-    alignment = std::max(alignment, align);
-    return std::pmr::new_delete_resource()->allocate(bytes, align);
-  }
-  void do_deallocate(void* memory, std::size_t bytes, std::size_t align) override {
-    returned += bytes;
-    std::pmr::new_delete_resource()->deallocate(memory, bytes, align);
-  }
-  bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override { return this == &other; }
-};
-
-std::size_t sum(const std::vector<std::size_t>& bytes) {
-  std::size_t total = 0;
-  for (const std::size_t b : bytes) total += b;
-  return total;
-}
-
 std::vector<tiny_pipeline::settings> settings_of_all_kinds() {
   std::vector<tiny_pipeline::settings> all;
   for (int kind = 0; kind < 5; ++kind) {
@@ -103,13 +77,13 @@ TEST_CASE("a footprint is exactly what is taken, in one block of each resource",
       {
         const tiny_pipeline pipeline = threads == 1 ? tiny_pipeline(s, backend, {&slow, &fast})
                                                     : tiny_pipeline(needs, backend, {&slow, &fast});
-        CHECK(sum(slow.taken) == needs.slow_bytes());
-        CHECK(sum(fast.taken) == needs.fast_bytes());
+        CHECK(slow.sum() == needs.slow_bytes());
+        CHECK(fast.sum() == needs.fast_bytes());
         CHECK(slow.taken.size() == 1);
         CHECK(fast.taken.size() == 1);
-        CHECK(sum(slow.taken) == needed.store);
-        CHECK(sum(fast.taken) == needed.slots + needed.summaries + needed.state);
-        CHECK(sum(slow.taken) + sum(fast.taken) == needed.total());
+        CHECK(slow.sum() == needed.store);
+        CHECK(fast.sum() == needed.slots + needed.summaries + needed.state);
+        CHECK(slow.sum() + fast.sum() == needed.total());
         CHECK(slow.alignment == 128);
         CHECK(fast.alignment == 128);
         const auto& bytes = pipeline.bytes();
@@ -120,8 +94,8 @@ TEST_CASE("a footprint is exactly what is taken, in one block of each resource",
         CHECK(bytes.state == needed.state);
         CHECK(slow.returned == 0);
       }
-      CHECK(slow.returned == sum(slow.taken));
-      CHECK(fast.returned == sum(fast.taken));
+      CHECK(slow.returned == slow.sum());
+      CHECK(fast.returned == fast.sum());
     }
 }
 
@@ -227,8 +201,8 @@ TEST_CASE("a resource that runs out gets back what the other gave", "[memory]") 
     counting_resource slow, fast;
     (slow_fails ? slow : fast).is_empty = true;
     CHECK_THROWS_AS(tiny_pipeline(tiny_settings(), backend, {&slow, &fast}), std::bad_alloc);
-    CHECK(slow.returned == sum(slow.taken));
-    CHECK(fast.returned == sum(fast.taken));
+    CHECK(slow.returned == slow.sum());
+    CHECK(fast.returned == fast.sum());
   }
 }
 

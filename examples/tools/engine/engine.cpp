@@ -58,9 +58,9 @@ chosen_options options_of(int argc, char** argv, bool& helped) {
       ->check(CLI::NonNegativeNumber);
   option("--similarity", o.similarity,
          "Cosine of a head's queries of tokens next to each other; 0: what the random weights give")
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(number_within(0, 1));
   option("--tau", o.tau, "Cosine below which a head is corrected, where the variant corrects by it")
-      ->check(CLI::Range(-1.0, 1.0));
+      ->check(number_within(-1, 1));
   option("--store-tokens", o.store_tokens, "Room of the store, for all sequences; 0: enough")
       ->check(CLI::NonNegativeNumber);
   option("--report-every", o.report_every,
@@ -85,11 +85,13 @@ chosen_options options_of(int argc, char** argv, bool& helped) {
   default_of(o.prompt, 24, 1024);
   default_of(o.output, 160, 256);
   default_of(o.chunk, 16, 256);
-  const int longest = o.max_tokens();
-  if (o.store_tokens > 0 && o.store_tokens < longest + page_tokens_for(o.model.head_dim))
-    throw choice_error("--store-tokens " + std::to_string(o.store_tokens) +
-                       " leaves no room for a sequence, which may have " + std::to_string(longest) +
-                       " tokens and begins a page more");
+  const std::int64_t longest = o.max_tokens();
+  // Sequences with a context are there from first to last.
+  const std::int64_t together = o.context > 0 ? o.batch : 1;
+  if (o.store_tokens > 0 && o.store_tokens < together * (longest + page_tokens_for(o.model.head_dim)))
+    throw choice_error("--store-tokens " + std::to_string(o.store_tokens) + " leaves no room for " +
+                       (together == 1 ? "a sequence" : std::to_string(together) + " sequences") +
+                       " of up to " + std::to_string(longest) + " tokens, which may begin a page more");
   return o;
 }
 
@@ -181,14 +183,17 @@ int run(int argc, char** argv) {
   if (const engine_variant* const plain = variant_of("streaming_llm", o.model.head_dim);
       plain != nullptr && plain != variant) {
     chosen_options same = o;
-    same.attends_to.window += o.attends_to.selected_units * plain->page_tokens;
+    const std::int64_t page = plain->page_tokens, pages = o.max_tokens() / page + 1;
+    same.attends_to.window +=
+        static_cast<int>(page * std::min<std::int64_t>(o.attends_to.selected_units, pages));
     same.report_every = 0;
     const double without = milliseconds(decode(*plain, same));
     json["ms_a_step_without_retrieval"] = without;
     json["share_of_retrieval"] = 1 - without / milliseconds(result);
   }
   json["device"] = device.name;
-  std::cout << json.dump() << std::endl;
+  if (!(std::cout << json.dump() << std::endl))
+    throw choice_error("the results cannot be written to standard output; check where it is redirected");
   return 0;
 }
 

@@ -53,6 +53,7 @@ std::vector<measured_head> measure(const trace& t, const head_options& o, host_b
                                 .budget = {o.sink, o.window, 1},
                                 .max_tokens = t.tokens,
                                 .scale = static_cast<float>(t.scale),
+                                .sink_logits = t.sink_logits,
                                 .in_place = true,
                                 .method = {.plan = "window"}},
                                backend);
@@ -90,6 +91,11 @@ void attend(const trace& t, const std::vector<float>& keys, int token, int query
     weights[to_size(i)] =
         scale * static_cast<double>(std::inner_product(query.begin(), query.end(), key, 0.0f));
     largest = std::max(largest, weights[to_size(i)]);
+  }
+  if (!t.sink_logits.empty()) {
+    const double sink = double{t.sink_logits[to_size(query_head)]};
+    largest = std::max(largest, sink);
+    sum = std::exp(sink - largest);
   }
   for (int i = 0; i <= token; ++i) sum += weights[to_size(i)] = std::exp(weights[to_size(i)] - largest);
   for (int i = 0; i <= token; ++i) weights[to_size(i)] /= sum;
@@ -195,7 +201,7 @@ void run(int argc, char** argv) {
          "--share", o.share,
          "Share of the heads that keep everything, those with most of it; by mass 0.25, by echo 0.15 as "
          "published")
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(number_within(0, 1));
   app.add_option("--complete-layers", o.complete_layers,
                  "Leading layers that keep everything anyway: their heads are not listed")
       ->capture_default_str()
@@ -204,11 +210,13 @@ void run(int argc, char** argv) {
   app.add_option("--sink", o.sink, "Sink tokens")->capture_default_str();
   app.add_option("--window", o.window, "Window tokens")->capture_default_str();
   if (!parsed(app, argc, argv)) return;
-  check_writable(o.out);
 
   replay_options all_traces;
   all_traces.trace = o.traces;
   const replay_jobs jobs = jobs_of(all_traces);
+  std::vector<std::filesystem::path> read;
+  for (const replay_job& job : jobs.layers) read.push_back(job.trace);
+  check_output(all_traces, o.out, read);
   host_backend backend;
   progress_line progress("freekv-heads");
   note_stage("measuring heads");
@@ -221,6 +229,9 @@ void run(int argc, char** argv) {
       throw choice_error(cited_path(job.trace) +
                          " does not say which layer it is; record it with freekv-record");
     if (t.steps() < 1) throw choice_error(cited_path(job.trace) + " has no decode step to measure");
+    if (&job != jobs.layers.data() && (&job - 1)->form.layer == t.layer)  // they are in layers' order
+      throw choice_error(cited_path(job.trace) + " and " + cited_path((&job - 1)->trace) +
+                         " are both of layer " + std::to_string(*t.layer) + "; keep one of them");
     if (*t.layer < o.complete_layers) continue;
     if (o.by != "mass" && !t.period)
       throw choice_error(

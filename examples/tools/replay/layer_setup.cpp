@@ -108,7 +108,7 @@ replay_options options_of_layer(const replay_options& o, const trace_form& t) {
   const layer_values values =
       read_layer_list(std::filesystem::path(*o.by_layer), most_layers)[to_size(layer)];
   if (values.selected_tokens) {
-    const int unit = o.method.unit_tokens(o.page);
+    const int unit = std::max(o.method.unit_tokens(o.page), 1);  // a page of 0 is refused later
     if (*values.selected_tokens % unit != 0)
       refuse("--by-layer " + cited_path(*o.by_layer) + " has " + std::to_string(*values.selected_tokens) +
              " tokens for layer " + std::to_string(layer) + ", and units have " + std::to_string(unit) +

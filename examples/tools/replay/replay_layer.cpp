@@ -16,17 +16,19 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
 
+constexpr double most_numbers = 1 << 30;  // of a tensor that is written
+
 /// `selected` has a number for each of --k, however few pages there are.
 void check_size(const replay_options& o, const replay_job& job) {
   const trace_form& t = job.form;
-  constexpr double most = 1 << 30;
+  if (o.method.evicts()) return;  // see keep_report
   const int rows = selects_per_query_head(o.method) ? t.query_heads : t.kv_heads;
   const std::int64_t columns = columns_of(o.method, o.k);
   const double numbers = static_cast<double>(t.steps()) * rows * static_cast<double>(columns);
-  if (job.out && numbers > most) {
+  if (job.out && numbers > most_numbers) {
     std::ostringstream counts;
     counts << columns_text(o.method, o.k) << " selected " << t.steps() << " x " << rows << " x " << columns
-           << " numbers, more than " << static_cast<long long>(most) << "; the trace has "
+           << " numbers, more than " << static_cast<long long>(most_numbers) << "; the trace has "
            << (t.tokens - 1) / std::max(o.method.unit_tokens(o.page), 1) + 1
            << (o.method.unit == 0 ? " pages" : " units") << ", and larger numbers select no more";
     refuse(counts.str());
@@ -121,7 +123,15 @@ void keep_report(const step_report& report, std::size_t step, results* r, layer_
     r->before_attention[at] = report.recalled_before_attention[row];
   }
   if (r == nullptr) return;
-  if (r->k == 0) r->selected.assign(r->corrected.size() * (r->k = stride), -1);
+  if (r->k == 0) {  // of a method that evicts, which keeps as many as its budget says
+    r->k = stride;
+    if (const double numbers = static_cast<double>(r->corrected.size()) * static_cast<double>(stride);
+        numbers > most_numbers)
+      refuse("selected and coded would have " + std::to_string(r->corrected.size()) + " x " +
+             std::to_string(stride) + " numbers, more than " + std::to_string(1 << 30) +
+             "; replay fewer steps, or without --out");
+    r->selected.assign(r->corrected.size() * stride, -1);
+  }
   copy_selected(report, r->rows, r->k, r->selected.data() + step * r->rows * r->k);
   if (report.coded.empty()) return;
   if (r->coded.empty()) r->coded.assign(r->selected.size(), -1);

@@ -93,7 +93,8 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
     const std::string& text = found->second;
     const auto [end, fault] = std::from_chars(text.data(), text.data() + text.size(), value);
     const bool whole = fault == std::errc{} && end == text.data() + text.size();
-    return whole && value > 0 && std::isfinite(value) ? std::optional(value) : std::nullopt;
+    const auto nearest = static_cast<float>(value);  // as it will be computed with
+    return whole && nearest > 0 && std::isfinite(nearest) ? std::optional(value) : std::nullopt;
   };
   t.rope_base = positive("rope_base");
   t.scale = positive("scale").value_or(0.0);

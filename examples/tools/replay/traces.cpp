@@ -59,7 +59,7 @@ void check_output(const replay_options& o, const fs::path& out, const std::vecto
   if (std::any_of(read.begin(), read.end(), [&](const fs::path& path) { return same(out, path); }) ||
       (o.basis != "prompt" && same(out, o.basis)) || (o.heads && same(out, *o.heads)) ||
       (o.by_layer && same(out, *o.by_layer)))
-    refuse("--out " + cited_path(out) + " is an input of this replay; name another file");
+    refuse("--out " + cited_path(out) + " is an input too, and would be overwritten; name another file");
 }
 
 output_folder::output_folder(std::filesystem::path path) {

@@ -9,6 +9,8 @@
 #include <freekv/pipeline/pipeline_memory.hpp>
 #include <freekv/pipeline/settings.hpp>
 #include <freekv/storage/memory.hpp>
+#include <freekv/storage/paged_tensor.hpp>
+#include <span>
 #include <vector>
 
 namespace freekv {
@@ -23,10 +25,13 @@ class pipeline_footprint {
   using stages_type = typename backend_type::template stages<detail::layer_state<Shape>, settings_type>;
   using memory_type = detail::pipeline_memory<detail::layer_state<Shape>, settings_type, stages_type>;
 
-  /// Allocates none of what it counts. Throws settings_error.
-  [[gnu::cold]] pipeline_footprint(const settings_type& given, backend_type& backend)
+  using blocks_type = std::span<const paged_blocks<typename detail::layer_state<Shape>::element>>;
+
+  /// Allocates none of what it counts. With `blocks`, as the pipeline will be given them, what these leave to
+  /// take: no slots, and on a device their ids. Throws settings_error.
+  [[gnu::cold]] pipeline_footprint(const settings_type& given, backend_type& backend, blocks_type blocks = {})
       : settings_(checked_settings<Shape::head_dim>(given)) {
-    const memory_type counted(settings_, backend, nullptr, nullptr, nullptr, {});
+    const memory_type counted(settings_, backend, nullptr, nullptr, nullptr, blocks);
     bytes_ = counted.bytes;
     slow_bytes_ = counted.slow_bytes;
     fast_bytes_ = counted.fast_bytes;
@@ -43,8 +48,7 @@ class pipeline_footprint {
   const settings_type& configuration() const { return settings_; }
   /// Exact bytes of each part, and of all.
   const memory_bytes& bytes() const { return bytes_; }
-  /// Bytes of the one block that is taken from each of `memory_resources`; of fast memory, less with an
-  /// engine's blocks.
+  /// Bytes of the one block that is taken from each of `memory_resources`.
   std::size_t slow_bytes() const { return slow_bytes_; }
   std::size_t fast_bytes() const { return fast_bytes_; }
   /// Slots that a sequence has in a layer at most, and so the room that its `table` needs; 0 where it has

@@ -43,9 +43,6 @@ struct pipeline_core {
         backend(processor),
         recalled(to_size(settings.model.layers)),
         order(settings.model.layers) {
-    if (!blocks.empty() && blocks.size() != to_size(settings.model.layers))
-      throw settings_error("blocks of " + std::to_string(blocks.size()) + " layers for " +
-                           std::to_string(settings.model.layers) + "; give those of each layer, or none");
     std::size_t slow_bytes = needs.slow_bytes(), fast_bytes = needs.fast_bytes();
     if (!blocks.empty()) {  // which hold the slots, and are checked
       const memory_type counted(settings, backend, nullptr, nullptr, nullptr, blocks);

@@ -52,6 +52,9 @@ class pipeline_memory {
                .slot_sets =
                    tables_type::template take<std::int32_t>(to_size(s.capacity.max_sequences), slow, fast)},
         stages(backend, s, slow, fast) {
+    if (!blocks.empty() && blocks.size() != to_size(s.model.layers))
+      throw settings_error("blocks of " + std::to_string(blocks.size()) + " layers for " +
+                           std::to_string(s.model.layers) + "; give those of each layer, or none");
     for (int layer = 0; layer < s.model.layers; ++layer)
       layers.push_back(layer_of(s, layer, slow, fast, file, blocks));
     bytes.host_copies = slow.used() - bytes.store;

@@ -176,11 +176,11 @@ class basic_retrieval_pipeline {
   }
 
   /// A prefix that was saved, by its path or by a function of `std::span<std::byte>` that fills the span:
-  /// then as of keep_prefix. Element, head_dim, page, unit, heads, layers and their kinds, codec, summary,
-  /// pinning and `model` are those that it was saved with; budgets, route, layout and the store's place need
-  /// not be. Waits for everything queued; allocates a buffer. Throws prefix_error for one that does not fit
-  /// or is damaged, pool_exhausted, usage_error, store_error, or what the function throws, and nothing has
-  /// changed.
+  /// then as of keep_prefix. Element, head_dim, scales, page, unit, heads, layers and their kinds, codec,
+  /// summary, pinning and `model` are those that it was saved with; budgets, route, layout and the store's
+  /// place need not be. Waits for everything queued; allocates a buffer. Throws prefix_error for one that
+  /// does not fit or is damaged, pool_exhausted, usage_error, store_error, or what the function throws, and
+  /// nothing has changed.
   template <class From>
   [[gnu::cold]] [[nodiscard]] prefix load_prefix(const From& from, std::uint64_t model) {
     core_.order.expect_outside_step("load_prefix");

@@ -11,7 +11,7 @@
 
 namespace freekv {
 
-/// Report of a layer's last step for one sequence.
+/// Report of a layer's last step with decode rows of one sequence; a prompt's rows leave it as it is.
 struct step_report {
   /// (kv_heads): selected anew before it attended
   std::span<const std::uint8_t> corrected;

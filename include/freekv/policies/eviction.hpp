@@ -229,7 +229,8 @@ inline constexpr bool ranks_units = hooks_of<E>::has(hook::rank);
 }  // namespace detail
 
 /// A policy that remembers something of each unit. `unit_state` is trivially copyable. It is told:
-/// `on_append(unit, row)` for every token, with its number in the sequence;
+/// `on_append(unit, row)` for every decoded token, with its number in the sequence; of a prompt's units once,
+/// with their last token, or where it lists `hook::rows` or `hook::worths` for each;
 /// `on_prompt(unit, votes, first_token)` when a prompt ends, with the votes of its last `observed_rows()`
 /// rows, 0 where the prompt is kept as it is and not every row is observed; `on_attended(unit, share, row)`
 /// for all units that a decode row has attended to, with the row's share on each.

@@ -24,6 +24,7 @@ template <class Summary, number_format Format>
 struct stored_as : Summary {
   static_assert(
       summary_policy<Summary> && !hooks_of<Summary>::has(hook::four_heads) &&
+          !hooks_of<Summary>::has(hook::at) &&
           !requires(const Summary s, kv_extent unit) { s.template bytes<float>(unit); },
       "stored_as takes a summary without a format of its own");
   using hooks = typename hooks_of<Summary>::template with<hook::bytes, hook::decode, hook::encode,

@@ -203,6 +203,9 @@ struct compress_kv {
       if (of <= window)
         fail(" gives a layer a budget of " + text(of) + " tokens; give each more than the window of " +
              text(window));
+      if (of > eviction_limits::most_tokens)
+        fail(" gives a layer a budget of " + text(of) + " tokens, more than " +
+             text(eviction_limits::most_tokens));
       sum += of;
     }
     if (sum > std::int64_t{most.layers} * most.budget)

@@ -208,9 +208,10 @@ inline void check_paged(int block_tokens, int max_blocks, const paged_attention&
 
 /// Attends all rows: queued on `stream`, nothing waits and nothing is allocated. One call at a time uses a
 /// scratch. What comes out of a row depends on the row alone, not on the bounds, the scratch or other rows,
-/// and equals bit for bit what a pipeline's complete layer with pages of as many tokens gives, by tensor
-/// cores to rounding. O(tokens * query heads * head_dim) for each row; the query heads of a tile read their
-/// keys and values once. Throws settings_error, with nothing queued, and device_error.
+/// and equals bit for bit what a complete layer with pages of as many tokens gives in a pipeline whose
+/// backend multiplies by FMA, and to rounding by tensor cores. O(tokens * query heads * head_dim) for each
+/// row; the query heads of a tile read their keys and values once. Throws settings_error, with nothing
+/// queued, and device_error.
 template <int HeadDim, class Tuned = attend_paged_default, element Element>
 void attend_paged(const paged_cache<Element>& cache, const paged_attention& attention,
                   const attention_scratch_memory& scratch, cudaStream_t stream) {

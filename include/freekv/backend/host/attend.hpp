@@ -182,7 +182,7 @@ struct attention_job {
     if constexpr (freekv::detail::may_complete<Policies>)
       if (completes(head))
         complete_attention(set, s, policies, entry, head, queries_of(row, head),
-                           left->known({entry.sequence, head}, row * group), part, w);
+                           left->known(s.layer, {entry.sequence, head}, row * group), part, w);
     const std::ptrdiff_t first = first_query_head(row, head);
     float* const lse = to.lse == nullptr ? nullptr : to.lse + first;
     float* const out = to.floats() + first * d;

@@ -89,21 +89,22 @@ class masses_left {
         floats_(unselected_masses::floats(s.max_pages)) {
     if (!s.completes) return;  // and no memory: an empty array has an address, too
     const auto heads = to_size(sequences * kv_heads_);
-    known_ = memory.take<std::uint8_t>(heads);
+    known_ = memory.take<std::int32_t>(heads);
     masses_ = memory.take<float>(heads * to_size(query_heads_) * to_size(floats_));
   }
 
   void forget(int sequence) {
-    if (masses_ != nullptr) std::fill_n(known_ + sequence * kv_heads_, kv_heads_, std::uint8_t{0});
+    if (masses_ != nullptr) std::fill_n(known_ + sequence * kv_heads_, kv_heads_, 0);
   }
-  /// Room for a head's masses, of all rows of a step, which are known from now on.
-  unselected_masses take(const sequence_head& at) {
-    known_[at.sequence * kv_heads_ + at.head] = 1;
+  /// Room for a head's masses in a layer, of all rows of a step, which are known from now on.
+  unselected_masses take(int layer, const sequence_head& at) {
+    known_[at.sequence * kv_heads_ + at.head] = layer + 1;
     return room(at);
   }
-  /// Masses of a row's query heads, the first of them number `query_head`; nothing where they are not known.
-  unselected_masses known(const sequence_head& at, int query_head) const {
-    if (masses_ == nullptr || known_[at.sequence * kv_heads_ + at.head] == 0) return {};
+  /// Masses of a row's query heads, the first of them number `query_head`; nothing where they are not known,
+  /// or are another layer's.
+  unselected_masses known(int layer, const sequence_head& at, int query_head) const {
+    if (masses_ == nullptr || known_[at.sequence * kv_heads_ + at.head] != layer + 1) return {};
     return {room(at).first + query_head * floats_, floats_};
   }
 
@@ -114,7 +115,7 @@ class masses_left {
 
   int kv_heads_ = 0, query_heads_ = 0;  // query heads: of a KV head's group, in all rows of a step
   std::int64_t floats_ = 0;
-  std::uint8_t* known_ = nullptr;  // (sequence, kv head)
+  std::int32_t* known_ = nullptr;  // (sequence, kv head): 1 + the layer that they are of, or 0
   float* masses_ = nullptr;        // (sequence, kv head, query heads, floats)
 };
 

@@ -299,7 +299,7 @@ class head_eviction : public head_observer<Shape> {
     const auto product = exact_product_of(this->instructions_);
     this->load_keys(slice, w.places, all, w.unit_keys);
     for (int i = 0; i < all; ++i) {
-      const float* const key = w.unit_keys + i * d;
+      const float* const key = w.unit_keys + std::ptrdiff_t{i} * d;
       w.tokens[i] = first_token == nullptr ? w.places[i] : first_token[w.places[i]];
       w.merge.lengths[i] = std::sqrt(product(key, key, d));
       w.merge.fates[i] = {};

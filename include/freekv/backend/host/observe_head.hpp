@@ -182,7 +182,7 @@ class head_observer {
     with_team(instructions_, [&](auto team) {
       for (int i = 0; i < count; ++i)
         for (int x = 0; x < d; x += decltype(team)::width)
-          team.store(keys + i * d + x, team.load(slice.key + places[i] * slice.stride + x));
+          team.store(keys + std::ptrdiff_t{i} * d + x, team.load(slice.key + places[i] * slice.stride + x));
     });
   }
 

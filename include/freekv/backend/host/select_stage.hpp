@@ -235,7 +235,8 @@ class selection_stage {
     const sequence_head at{entry.sequence, head};
     if (s.page_values == nullptr || selects_all_of(s, at, c.now)) return;
     if (const auto scores = selection.scores_of_each(c.now))
-      sum_unselected(instructions(), s, *policies_, at, c, s.query_of(entry, head), *scores, left_.take(at));
+      sum_unselected(instructions(), s, *policies_, at, c, s.query_of(entry, head), *scores,
+                     left_.take(s.layer, at));
   }
   /// A head that is flagged selects `best`, among so many candidates; else the correction judges by masses or
   /// by a sample, where it does.

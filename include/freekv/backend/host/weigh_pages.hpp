@@ -36,6 +36,8 @@ void weigh_pages(isa set, const attention_job<State, Policies>& job, int head, i
                         w.rows);
       },
       [](int) {});
+  for (int row = first; s.sink_logits != nullptr && row < job.entry.tokens; ++row)
+    for (int g = 0; g < group; ++g) total_of(row)[g].add(s.sink_logits[head * group + g]);
 
   std::fill_n(w.page_value, d, 0.0f);
   float weight = 0.0f;
