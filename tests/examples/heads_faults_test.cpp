@@ -146,11 +146,12 @@ TEST_CASE("a share that is no number is refused", "[heads]") {
 TEST_CASE("what sink logits take of the attention is no head's reach", "[heads]") {
   // All tokens are alike; the first KV head's query heads attend to their sink logits alone.
   const heads_case c;
+  const std::vector<float> logits{30, 30, -30, -30};
   const file_parts trace =
       parts_of({{"q", tensor_text{"F32", {40, 4, 64}, std::string(40 * 4 * 64 * 4, '\0')}},
                 {"k", tensor_text{"F32", {40, 2, 64}, std::string(40 * 2 * 64 * 4, '\0')}},
                 {"v", tensor_text{"F32", {40, 2, 64}, std::string(40 * 2 * 64 * 4, '\0')}},
-                {"sink_logits", tensor_text{"F32", {4}, bytes_of({30, 30, -30, -30}, "F32")}}},
+                {"sink_logits", tensor_text{"F32", {4}, bytes_of(logits, "F32")}}},
                {{"prompt_len", "30"}, {"layer", "2"}, {"period", "10"}});
   store(c.folder / "alone", trace.whole());
   for (const char* by : {"mass", "echo"}) {
