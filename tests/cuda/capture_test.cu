@@ -628,6 +628,20 @@ bool abandons_a_capture(const texts& source) {
                               [&] { (void)run.of().plan(run.inputs_of(trace[4])); });
 }
 
+/// Settings whose steps may have more pages than launches count.
+bool refuses_too_many_pages() {
+  const device::owned_stream compute, recall;
+  test_backend backend(compute.get(), recall.get(), true);
+  pipeline::settings s;
+  s.model = {.layers = 1, .query_heads = query_heads, .kv_heads = kv_heads};
+  s.capacity.max_tokens = 1 << 30;
+  s.capacity.max_sequences = 16;
+  s.capacity.store_tokens = 1 << 20;
+  return refused<settings_error>("settings of 2^31 pages in a step",
+                                 "16 resident sequences of 134217728 pages",
+                                 [&] { (void)pipeline::footprint(s, backend); });
+}
+
 /// Reports that are queued in a captured step, those of the first layer before anything recalls, are those
 /// that are read behind its replay.
 bool reports_of_replays(const texts& source, report& checks) {
@@ -787,6 +801,7 @@ int main() {
   ahead.device = planned_ahead(source, 12, checks);
   checks.equal("steps that are planned ahead", ahead);
   const bool right = refuses_what_has_no_order(source) & refuses_a_small_graph(source) &
-                     abandons_a_capture(source) & reports_of_replays(source, checks) & has_few_nodes(source);
+                     abandons_a_capture(source) & refuses_too_many_pages() &
+                     reports_of_replays(source, checks) & has_few_nodes(source);
   return checks.finish() == 0 && right ? 0 : 1;
 }

@@ -63,7 +63,7 @@ inline std::vector<method_spec> every_policy() {
       all.push_back(m);
   for (const char* summary : {"key_subspace", "key_codes"})
     for (const auto& one : completions)
-      for (const int unit : {0, 4})
+      for (const int unit : {0, 8})
         all.push_back({.summary = summary,
                        .rank = 12,
                        .bits = 4,
