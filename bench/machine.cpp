@@ -74,7 +74,7 @@ std::vector<double> seconds_in_turns(int rounds, std::span<const std::function<v
 }
 
 void read_all(std::span<const std::byte> bytes, int threads) {
-  static std::atomic<std::uint64_t> kept;  // so that the sums are made
+  static std::atomic<std::uint64_t> kept;          // so that the sums are made
   static std::unique_ptr<host::thread_pool> pool;  // whose threads stand by, as a backend's do
   if (pool == nullptr || pool->size() != threads) pool = std::make_unique<host::thread_pool>(threads);
   const std::size_t part = bytes.size() / to_size(threads) / 64 * 64;

@@ -88,8 +88,6 @@ pipeline_request request_of(const freekv_settings* given) {
     throw settings_error("kv_heads is " + std::to_string(s.kv_heads) + "; a layer has at least 1");
   if (s.codebooks != nullptr) request.codebooks = taken(s.codebooks, "codebooks");
   if (s.basis != nullptr) request.basis = taken(s.basis, "basis");
-  if (s.store_file == nullptr && s.store_direct != 0)
-    throw settings_error("store_direct is set without a store_file; name one, or leave it 0");
   if (s.store_file != nullptr)
     request.store_file = file_store_options{.path = s.store_file, .direct = s.store_direct != 0};
   return request;

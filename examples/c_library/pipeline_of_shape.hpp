@@ -293,6 +293,8 @@ class retrieving : public pipeline {
   static settings settings_of(const pipeline_request& request) {
     const freekv_settings& given = request.settings;
     if (given.max_prompt != 0) throw useless("max_prompt", given.method);
+    if (given.store_file == nullptr && given.store_direct != 0)
+      throw settings_error("store_direct is set without a store_file; name one, or leave it 0");
     settings s;
     s.model = {.layers = given.layers, .query_heads = given.query_heads, .kv_heads = given.kv_heads};
     s.budget = budget_of(given);

@@ -209,7 +209,18 @@ def record(chosen):
             raise Refusal(f"--layers: the model has layers 0 to {text_config.num_hidden_layers - 1}, so none numbered "
                           f"{layer}")
     ids = token_ids(chosen, transformers, text_config.vocab_size)
+    made = not os.path.isdir(chosen.out)
     os.makedirs(chosen.out, exist_ok=True)  # before the long work
+    try:
+        record_into(chosen, ids, torch, transformers, interface, sdpa)
+    except BaseException:
+        if made and not os.listdir(chosen.out):
+            os.rmdir(chosen.out)
+        raise
+
+
+def record_into(chosen, ids, torch, transformers, interface, sdpa):
+    """Records into the folder, which is there."""
     recorder = Recorder(torch, sdpa, chosen.layers, chosen.dtype)
     interface.register(RECORDING, recorder)
     # Without a language model's head: its logits would be most of the memory.
@@ -227,8 +238,8 @@ def record(chosen):
             try:
                 cache = model(input_ids=chunk, past_key_values=cache, use_cache=True).past_key_values
             except RuntimeError as fault:  # of the device, such as too little memory
-                raise Refusal(f"tokens from {begin} on cannot go through the model: {str(fault).splitlines()[0]}; a "
-                              "smaller --chunk takes less memory") from fault
+                raise Refusal(f"tokens from {begin} on cannot go through the model: "
+                              f"{(str(fault).splitlines() or [repr(fault)])[0]}; a smaller --chunk takes less memory") from fault
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     for layer in sorted(recorder.rows):

@@ -243,8 +243,8 @@ typedef struct freekv_footprint {
   uint64_t summaries, codec, state, staging;
 } freekv_footprint;
 
-/* Bytes that a pipeline with these settings takes, `blocks` among them, known before anything is allocated.
- * Settings_error. */
+/* Bytes that a pipeline with these settings takes, with `blocks`, whose ids are there, none for slots; known
+ * before anything is allocated. Settings_error. */
 FREEKV_API freekv_status freekv_measure(freekv_backend* backend, const freekv_settings* settings,
                                         freekv_footprint* footprint);
 /* Slots by layer: `slots` (layers) of all resident sequences, and so the ids of freekv_engine_blocks;

@@ -219,7 +219,14 @@ TEST_CASE(
       pipeline_type theirs(s, backend, {&slow, &fast}, tensor.blocks_of_layer);
       CHECK(slow.sum() == needs.slow_bytes());
       CHECK(fast.sum() == needs.fast_bytes());
-      CHECK(needs.fast_bytes() < pipeline_type::footprint(s, backend).fast_bytes());
+      const pipeline_type::footprint of_own(s, backend);
+      CHECK(needs.fast_bytes() < of_own.fast_bytes());
+      {  // whose slots are its own, whatever was counted
+        counting_resource own_fast;
+        const pipeline_type without(needs, backend, {&slow, &own_fast});
+        CHECK(own_fast.sum() == of_own.fast_bytes());
+      }
+      slow.taken.clear();
       CHECK(theirs.bytes().slots == 0);
       CHECK(own.bytes().slots > 0);
       std::size_t nth = 0;

@@ -43,8 +43,8 @@ struct pipeline_core {
         backend(processor),
         recalled(to_size(settings.model.layers)),
         order(settings.model.layers) {
-    std::size_t slow_bytes = needs.slow_bytes(), fast_bytes = needs.fast_bytes();
-    if (!blocks.empty()) {  // which hold the slots, and are checked
+    std::size_t slow_bytes = 0, fast_bytes = 0;
+    {  // with these blocks, which hold the slots and are checked, whatever `needs` was counted with
       const memory_type counted(settings, backend, nullptr, nullptr, nullptr, blocks);
       slow_bytes = counted.slow_bytes;
       fast_bytes = counted.fast_bytes;

@@ -11,7 +11,8 @@
 
 namespace freekv {
 
-/// Report of a layer's last step with decode rows of one sequence; a prompt's rows leave it as it is.
+/// Report of a layer's last step with decode rows of one sequence; a prompt's rows leave it as it is, but
+/// where a policy cuts prompts block by block.
 struct step_report {
   /// (kv_heads): selected anew before it attended
   std::span<const std::uint8_t> corrected;
