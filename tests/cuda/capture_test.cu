@@ -3,7 +3,8 @@
 //
 // With FREEKV_CARELESS=1, 2, 3 or 4: that other bits come where one of the orders that a captured step is
 // made of is left out. With FREEKV_COUNTED=replays, fork, draft, short_draft, truncate, preempt or release:
-// nothing but that, between cudaProfilerStart and cudaProfilerStop.
+// nothing but that, between cudaProfilerStart and cudaProfilerStop. With FREEKV_FAILED=1: that calls throw
+// behind a kernel that has failed.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <cuda_profiler_api.h>
@@ -747,6 +748,63 @@ int count_alone(const texts& source, const std::string& what) {
   return 0;
 }
 
+__global__ void end_in_error() { __trap(); }
+
+/// Behind an error that CUDA keeps: every call that reaches the device throws it, a step can be abandoned,
+/// and what is left of the pipeline goes without a word.
+bool fails_behind_a_failure(const texts& source) {
+  engine run(source);
+  run.run(decode_steps(3));
+  run.run({{.is = happening::open}, {.parts = {{2, 20, step_phase::prefill}}}});
+  run.capture();
+  const happening next = decode_steps(3).back();
+  pipeline& of = run.of();
+  of.preempt(run.id(2));
+  const sequence_id first = run.id(0);
+  const auto inputs = run.inputs_of(next);
+  pipeline::step begun = of.begin_step(inputs);
+  step_rows& rows = run.rows_of(next);
+  end_in_error<<<1, 1, 0, run.compute()>>>();
+  (void)cudaStreamSynchronize(run.compute());
+
+  bool right = true;
+  const auto throws = [&](const char* name, const auto& call) {
+    std::string seen = "nothing";
+    try {
+      call();
+    } catch (const device_error& e) {
+      seen = e.what();
+      if (e.status != cudaSuccess) return;
+    } catch (const error& e) {
+      seen = e.what();
+    }
+    std::printf("FAILED: %s behind an error of the device throws %s\n", name, seen.c_str());
+    right = false;
+  };
+  layer_rows& r = rows[0];
+  throws("append", [&] { begun.append(0, {.keys = r.keys, .values = r.values, .queries = r.queries}); });
+  right &= begun.abandon() && !begun;
+  throws("synchronize", [&] { of.synchronize(); });
+  throws("report", [&] { (void)of.report(1); });
+  throws("fork", [&] { (void)of.fork(first); });
+  throws("truncate", [&] { of.truncate(first, of.tokens(first) - 3); });
+  throws("restore", [&] { of.restore(run.id(2)); });
+  throws("keeping a prefix in a file", [&] {
+    of.save_prefix(
+        of.keep_prefix(first, page), [](std::span<const std::byte>) {}, 1);
+  });
+  throws("a replay", [&] {
+    if (of.plan(inputs)) run.replay();
+  });
+  throws("a step", [&] {
+    pipeline::step step = of.begin_step(inputs);
+    step.append(0, {.keys = r.keys, .values = r.values, .queries = r.queries});
+  });
+  throws("release", [&] { of.release(first); });
+  std::printf("%s calls behind an error of the device\n", right ? "ok    " : "FAILED");
+  return right;
+}
+
 /// Kernels of a captured step and what else it has, held to what it had when this was written.
 bool has_few_nodes(const texts& source) {
   engine run(source);
@@ -778,6 +836,7 @@ int main() {
   if (const char* const order = std::getenv("FREEKV_CARELESS"))
     return careless(source, std::atoi(order)) ? 0 : 1;
   if (const char* const what = std::getenv("FREEKV_COUNTED")) return count_alone(source, what);
+  if (std::getenv("FREEKV_FAILED") != nullptr) return fails_behind_a_failure(source) ? 0 : 1;
   report checks;
   const char* const text = std::getenv("FREEKV_SEED");
   const unsigned seed = text == nullptr ? 1 : static_cast<unsigned>(std::atoi(text));

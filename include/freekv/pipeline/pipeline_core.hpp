@@ -146,7 +146,7 @@ struct pipeline_core {
     try {
       if (!entries.empty()) wait_for_steps("abandon");
       for (const step_entry& entry : entries) release(sequence_id{entry.sequence});
-    } catch (const error&) {  // of a device, for which every later call fails too
+    } catch (const error&) {  // of a device, behind which the pipeline has to go
     }
   }
 };

@@ -31,7 +31,7 @@ class step_handle {
   /// Ends a step that the engine cannot finish, wherever it stands: waits for queued work, then releases the
   /// sequences that brought rows to it, since some layers have those rows and others do not. All other
   /// sequences stay as they are. A captured step has none; its capture is then of no use. Never throws:
-  /// errors of a device, for which every later call fails too, are left to that call. False, and nothing
+  /// errors of a device, behind which the pipeline has to go, are left to later calls. False, and nothing
   /// happens, where there is no step.
   bool abandon() noexcept {
     Owner* const owner = owner_;
