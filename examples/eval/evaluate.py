@@ -123,8 +123,8 @@ def command_of(kind, length, methods, wanted, folder):
 
 
 def lengths_of(cells):
-    """Of cells' folders."""
-    return sorted({int(cell.name.rpartition("-")[2]) for cell in cells})
+    """Of cells' folders, and not of what else is there."""
+    return sorted({int(length) for cell in cells if (length := cell.name.rpartition("-")[2]).isdigit()})
 
 
 def folder_of(kind, length, wanted):
@@ -169,6 +169,10 @@ def asked_of(kind, length, wanted, any_steps=False):
     return found["methods"] if found["settings"] == now else []
 
 
+def has_other_settings(kind, length, wanted):
+    return (folder_of(kind, length, wanted) / "settings.json").exists() and not asked_of(kind, length, wanted)
+
+
 def missing_of(kind, length, wanted):
     asked = asked_of(kind, length, wanted)
     return [method for method in wanted.methods if method not in asked]
@@ -204,13 +208,14 @@ def run_part(kind, length, nth, part, wanted):
         end = subprocess.run(command_of(kind, length, methods, wanted, now), stdout=log, stderr=subprocess.STDOUT,
                              pass_fds=[wanted.held])
     said, found = (now / "log.txt").read_text(), read_lines(now / "results.jsonl")
-    shutil.rmtree(now)
     with KEEPING:
         with open(folder / "log.txt", "a") as log:
             log.write(said)
-        if end.returncode != 0:
-            raise RuntimeError(f"{kind} at {length} tokens ended with {end.returncode}; see {folder / 'log.txt'}")
-        keep(kind, length, methods, found, wanted)
+        if end.returncode == 0:
+            keep(kind, length, methods, found, wanted)
+    shutil.rmtree(now)
+    if end.returncode != 0:
+        raise RuntimeError(f"{kind} at {length} tokens ended with {end.returncode}; see {folder / 'log.txt'}")
     return time.monotonic() - start
 
 
@@ -305,6 +310,15 @@ so by chance; and p and the intervals of right answers take questions as indepen
 """
 
 
+def until_interrupted(pool, running):
+    """What is done, as it comes. Nothing else is begun where a person ends it; programs that run have been told so too."""
+    try:
+        yield from concurrent.futures.as_completed(running)
+    except KeyboardInterrupt:
+        pool.shutdown(cancel_futures=True)
+        sys.exit("evaluate.py: interrupted; what was done is kept, and the same command goes on from there")
+
+
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--program", required=True, help="freekv-compare")
@@ -330,8 +344,20 @@ def main(arguments):
     parser.add_argument("--jobs", "--threads", type=int, default=os.cpu_count(),
                         help="parts of cells at a time (default: the cores)")
     parser.add_argument("--commit", default="unknown", help="noted in the results and the table")
+    parser.add_argument("--replace", action="store_true",
+                        help="run cells anew that --out has of other settings: model, budget, seed, prompts, steps of the quality")
     parser.add_argument("more", nargs="*", help="behind --: more for the program")
     wanted = parser.parse_args(arguments)
+    for option in ("budget", "steps", "prompts", "jobs"):
+        if getattr(wanted, option) is not None and getattr(wanted, option) < 1:
+            parser.error(f"--{option} is {getattr(wanted, option)}; it is at least 1")
+    if min(wanted.lengths) < 256:
+        parser.error(f"--lengths {min(wanted.lengths)}: prompts have 256 tokens or more")
+    if not 0 < wanted.characters < 1000:
+        parser.error(f"--characters is {wanted.characters:g}; a token has more than 0 and fewer than 1,000")
+    for text in wanted.texts:
+        if not text.is_file():
+            parser.error(f"--texts: {text} is no file")
     if "smollm2-135m" not in Path(wanted.model).name.lower():
         wanted.methods = [method for method in wanted.methods if method not in VOTERS]
     elif wanted.head_list is None:
@@ -347,6 +373,10 @@ def main(arguments):
 
     wanted.held = held_alone(Path(wanted.out, "cells"))
     cells = cells_of(wanted)
+    lost = [f"{kind} at {length}" for kind, length in cells if has_other_settings(kind, length, wanted)]
+    if lost and not wanted.replace:
+        sys.exit(f"evaluate.py: {', '.join(lost)}: {wanted.out} has them of other settings (settings.json beside each), which would "
+                 "be lost; give the same ones, such as --steps, another --out, or --replace")
     parts = {(*cell, nth): part for cell in cells for nth, part in enumerate(parts_of(*cell, wanted))}
     guesses, took = {(kind, length, nth): seconds_of(kind, length, part, wanted) for (kind, length, nth), part in parts.items()}, {}
     for cell in cells:
@@ -375,7 +405,7 @@ def main(arguments):
     failed = []
     with concurrent.futures.ThreadPoolExecutor(wanted.jobs) as pool:
         running = {pool.submit(run_part, *of, part, wanted): of for of, part in parts.items()}
-        for done in concurrent.futures.as_completed(running):
+        for done in until_interrupted(pool, running):
             kind, length, nth = running[done]
             if done.exception():
                 failed.append(str(done.exception()))

@@ -3,15 +3,18 @@
     python3 evaluate_test.py examples/eval/evaluate.py
 """
 
+import argparse
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import unittest
+import unittest.mock
 from pathlib import Path
 
 SCRIPT = Path(sys.argv[1]).resolve()
@@ -138,7 +141,11 @@ class Evaluate(unittest.TestCase):
         self.assertIn("--variant quest --variant h2o", self.calls()[-1])  # to be paired with, and kept as it was
         self.assertEqual(len(results.read_text().splitlines()), 8 + 5)
         self.assertIn("| `h2o` |" + "  |" * 7 + " 4, p 0.062 + |", (self.folder / "out" / "table.md").read_text())
-        self.run_it("--tasks", "needles", "passkey", "--budget", "256")
+        other = ["--tasks", "needles", "passkey", "--budget", "256"]
+        before = results.read_text()
+        self.assertIn("needles at 512, passkey at 512: ", self.run_it(*other, code=1).stderr)
+        self.assertEqual(results.read_text(), before)
+        self.run_it(*other, "--replace")
         self.assertEqual(len(self.calls()), 8)
 
     def test_other_steps_are_another_quality_and_the_same_tasks(self):
@@ -146,7 +153,8 @@ class Evaluate(unittest.TestCase):
         self.run_it("--tasks", "needles", "--steps", "20")
         self.assertEqual(len(self.calls()), 2)
         self.assertIn("KL, 1/1000 nat, n 30", (self.folder / "out" / "table.md").read_text())  # what it is of, it says
-        self.run_it("--tasks", "quality", "--steps", "20")
+        self.run_it("--tasks", "quality", "--steps", "20", code=1)
+        self.run_it("--tasks", "quality", "--steps", "20", "--replace")
         self.assertEqual(len(self.calls()), 3)
         self.assertIn("--steps 20", self.calls()[-1])
 
@@ -186,6 +194,40 @@ class Evaluate(unittest.TestCase):
             time.sleep(0.01)
         self.assertEqual(len(self.calls()), 2)
 
+    def test_a_person_ends_it(self):
+        (self.folder / "slow").touch()
+        run = subprocess.Popen([*self.command(), "--tasks", "needles", "copy", "passkey", "--jobs", "1"], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, text=True, start_new_session=True)
+        while not (self.folder / "calls").exists():
+            time.sleep(0.01)
+        os.killpg(run.pid, signal.SIGINT)
+        said = run.communicate()[1].splitlines()
+        self.assertEqual(run.returncode, 1)
+        self.assertEqual(said, ["evaluate.py: interrupted; what was done is kept, and the same command goes on from there"])
+        self.assertEqual(len(self.calls()), 1)
+
+    def test_what_cannot_be_kept_is_left_where_it_is(self):
+        wanted = argparse.Namespace(out=self.folder / "out", methods=["quest"], program=self.program, model="some.gguf", cache="cache",
+                                    budget=512, steps=512, texts=[], prompts=2, seed=1, characters=4.0, commit="none", more=[],
+                                    held=os.open(self.folder, os.O_RDONLY), head_list=None)
+        with unittest.mock.patch.object(evaluate, "write_whole", side_effect=OSError("no space")):
+            with self.assertRaisesRegex(OSError, "no space"):
+                evaluate.run_part("needles", 512, 0, ["quest"], wanted)
+        os.close(wanted.held)
+        unfinished = self.folder / "out" / "cells" / "needles-512" / "now-0" / "results.jsonl"
+        self.assertEqual(len(unfinished.read_text().splitlines()), 10)
+
+    def test_wrong_arguments_are_a_sentence(self):
+        for wrong, says in (("--jobs 0", "--jobs is 0"), ("--prompts 0", "--prompts is 0"), ("--steps -1", "--steps is -1"),
+                            ("--lengths 8", "--lengths 8"), ("--characters 0", "--characters is 0"),
+                            ("--characters nan", "--characters is nan"), ("--texts nope.txt", "nope.txt is no file")):
+            end = self.run_it("--tasks", "needles", *wrong.split(), code=2)
+            self.assertIn(says, end.stderr)
+            self.assertNotIn("Traceback", end.stderr)
+        (self.folder / "out" / "cells").mkdir(parents=True)
+        (self.folder / "out" / "cells" / "notes.txt").touch()
+        self.run_it("--tasks", "needles")
+
     def test_many_methods_are_run_in_parts_beside_the_one_that_they_are_paired_with(self):
         methods = TWO_PARTS
         (self.folder / "broken").write_text(methods[-1])
@@ -213,7 +255,7 @@ class Evaluate(unittest.TestCase):
     def test_parts_of_a_cell_with_other_settings_replace_it(self):
         methods = TWO_PARTS
         self.run_it("--tasks", "quality", "--methods", *methods)
-        said = self.run_it("--tasks", "quality", "--methods", *methods, "--steps", "20").stdout
+        said = self.run_it("--tasks", "quality", "--methods", *methods, "--steps", "20", "--replace").stdout
         self.assertIn("quality at 512, part 2 of 2: ", said)
         results = [json.loads(line) for line in
                    (self.folder / "out" / "cells" / "quality-512" / "results.jsonl").read_text().splitlines()]
