@@ -584,10 +584,25 @@ bool refuses_what_has_no_order(const texts& source) {
     expect(refused<usage_error>("a capture for 2^31 pages", "capture for fewer", [&] {
       (void)run.of().begin_captured_step({.entries = 1 << 12, .pages = 1 << 19});
     }));
+    expect(refused<usage_error>("a capture for more sequences than a grid has room for", "entries is 40000",
+                                [&] { (void)run.of().begin_captured_step({.entries = 40000}); }));
+    const auto refuses_changes = [&] {
+      const std::pair<const char*, std::function<void()>> calls[] = {
+          {"fork", [&] { (void)run.of().fork(run.id(0)); }},
+          {"truncate", [&] { run.of().truncate(run.id(0), 20); }},
+          {"preempt", [&] { run.of().preempt(run.id(0)); }},
+          {"release", [&] { run.of().release(run.id(0)); }},
+          {"report", [&] { run.of().report(1); }}};
+      for (const auto& [name, call] : calls)
+        expect(refused<usage_error>((std::string(name) + " in a capture of the engine's").c_str(),
+                                    "the compute stream is captured", call));
+    };
+    refuses_changes();
     auto step = run.of().begin_captured_step({.entries = 2});
     expect(refused<usage_error>("a report in a capture", "is being captured", [&] { run.of().report(1); }));
     expect(refused<usage_error>("a plan in a capture", "has not ended", [&] { (void)plan(run, trace[3]); }));
     step.abandon();
+    refuses_changes();
     cudaGraph_t graph = nullptr;
     require(cudaStreamEndCapture(run.compute(), &graph), "cudaStreamEndCapture");
     cudaGraphDestroy(graph);

@@ -103,6 +103,7 @@ struct pipeline_core {
   /// Waits as `synchronize`, so for all steps; throws usage_error where some are planned whose replay is not
   /// queued.
   void wait_for_steps(const char* call) {
+    if (!in_capture) expect_no_capture(call);
     synchronize();
     check_order(call);
     if (const std::int64_t ahead = stages().steps_ahead(); ahead > 0)
@@ -115,6 +116,15 @@ struct pipeline_core {
     if (in_capture)
       throw usage_error(std::string(call) + ": a step is being captured, and the host reads nothing of it");
     stages().steps_ahead();
+  }
+  /// Throws usage_error where the engine captures the compute stream, and a call would queue its work in the
+  /// graph, or wait.
+  void expect_no_capture(const char* call) const {
+    if (backend.compute().is_capturing())
+      throw usage_error(
+          std::string(call) +
+          ": the compute stream is captured; end the capture first, as this happens now and not "
+          "in a replay");
   }
   /// The compute stream waits for the recall of steps before, once.
   void join_recall() {
@@ -129,6 +139,7 @@ struct pipeline_core {
   /// happened.
   void before_change(const char* call, bool uploads = true) {
     check_order(call);
+    expect_no_capture(call);
     if (uploads) stages().wait_to_plan();
     join_recall();
   }

@@ -305,6 +305,10 @@ class basic_retrieval_pipeline {
     if (most.entries < 1)
       throw usage_error("begin_captured_step: entries is " + std::to_string(most.entries) +
                         "; a captured step takes at least one sequence");
+    if (most.entries > stages::most_entries)
+      throw usage_error("begin_captured_step: entries is " + std::to_string(most.entries) +
+                        "; a captured step takes at most " + std::to_string(stages::most_entries) +
+                        " sequences");
     const auto bounds = core_.stages().captured_bounds(most);
     if (std::int64_t{bounds.entries} * bounds.pages > std::numeric_limits<std::int32_t>::max())
       throw usage_error("begin_captured_step: " + std::to_string(bounds.entries) + " sequences of " +
@@ -386,6 +390,7 @@ class basic_retrieval_pipeline {
   reports report(int layer) const {
     const state& of_layer = core_.layer_of(layer, "report");
     core_.check_order("report");
+    core_.expect_no_capture("report");
     core_.recalled[to_size(layer)].wait();
     return {core_.stages().read_back(of_layer), *core_.sequences};
   }

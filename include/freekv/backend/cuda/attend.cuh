@@ -154,6 +154,10 @@ struct attending_rows {
   rows_attending kind = rows_attending::all;
   int first_entry = 0, entries = 1 << 30;  // whose rows they are
 
+  /// True where any of an entry's rows is among them.
+  __device__ bool overlap(const step_entry& entry) const {
+    return entry.first_row < first + count && entry.first_row + entry.tokens > first;
+  }
   __device__ bool has(const step_view& step, const step_entry* entry) const {
     const int nth = static_cast<int>(entry - step.entries) - first_entry;
     const auto of = entry->phase == step_phase::prefill ? rows_attending::prompts : rows_attending::decodes;

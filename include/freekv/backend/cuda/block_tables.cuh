@@ -171,14 +171,18 @@ __global__ void write_table(State s, step_view step, block_tables to, table_ids 
   to.indptr[row] = before;
   if (row + 1 == blocks_x()) to.indptr[row + 1] = before + count;
 }
+/// Bytes of shared memory in which a table of all heads marks pages.
+template <class State>
+std::size_t marked_bytes(const State& s) {
+  return to_size(s.max_pages + 31) / 32 * sizeof(unsigned);
+}
 template <class State>
 void launch_tables(const State& s, const step_view& step, const block_tables& to, const table_ids& ids,
                    cudaStream_t stream) {
-  const std::size_t words = to.rows == table_rows::all_heads ? to_size(s.max_pages + 31) / 32 : 0;
-  launch(
-      "block tables",
-      {static_cast<unsigned>(to.size(s.heads.kv)), tables_default.threads, stream, words * sizeof(unsigned)},
-      write_table<State>, s, step, to, ids);
+  launch("block tables",
+         {static_cast<unsigned>(to.size(s.heads.kv)), tables_default.threads, stream,
+          to.rows == table_rows::all_heads ? marked_bytes(s) : 0},
+         write_table<State>, s, step, to, ids);
 }
 
 }  // namespace freekv::device

@@ -61,15 +61,16 @@ FREEKV_HD int first_page_attended(const State& s, const step_entry& entry) {
   return s.pages_attended(entry, 0, 0, true).page(0);
 }
 
-/// A warp copies one head's slice of a page to the staging area, decoded.
+/// A warp copies one head's slice of a page to the staging area, decoded, where any of `rows` attends to it.
 template <class State, class Codec>
-__global__ void stage_pages(State s, Codec codec, step_view step, staged_parts which,
+__global__ void stage_pages(State s, Codec codec, step_view step, attending_rows rows, staged_parts which,
                             page_staging<typename State::element> staging) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
   const int warp = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
   const int head = block_y(), nth = which.first_entry + block_z();
   if (warp >= which.parts * which.pages || nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
+  if (!rows.overlap(entry)) return;
   const int p = s.page.tokens, page = which.first_part * which.pages + warp;
   if (entry.phase != step_phase::prefill || page < first_page_attended(s, entry) || page * p >= entry.after())
     return;
@@ -165,7 +166,7 @@ void launch_prefill(const State& s, const Codec& codec, const step_view& step, c
         const dim3 slices(count(blocks_for(which.parts * pages, warps)), count(s.heads.kv),
                           count(which.entries));
         launch("staging of pages", {slices, prefill_default.threads, stream}, stage_pages<State, Codec>, s,
-               codec, step, which, staging);
+               codec, step, rows, which, staging);
         const dim3 grid(count(blocks_for(std::int64_t{rows.count} * lanes, threads)),
                         count(s.heads.kv * tiles));
         launch("attention of prompts", {grid, threads, stream, attend_block_bytes<block_type>},

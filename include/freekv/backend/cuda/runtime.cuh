@@ -29,8 +29,14 @@ struct replay_error : error {
 
 namespace device {
 
+/// Takes the error that a call of ours has left behind from the runtime, so that whoever asks it next, as an
+/// engine does behind launches of its own, does not take it for theirs. Errors that last stay.
+inline void forget_error() { (void)cudaGetLastError(); }
+
 inline void check(cudaError_t status, const char* call) {
-  if (status != cudaSuccess) throw device_error(call, status);
+  if (status == cudaSuccess) return;
+  forget_error();
+  throw device_error(call, status);
 }
 
 /// Shape of a launch, and its stream.
@@ -96,6 +102,15 @@ inline int multiprocessors() {
   return count;
 }
 
+/// Bytes of shared memory that a block may have on the device in use.
+inline int most_shared_bytes() {
+  int device = 0, bytes = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        "cudaDeviceGetAttribute");
+  return bytes;
+}
+
 /// Blocks of a kernel that the device in use runs at a time, at least 1.
 template <class... Parameters>
 int blocks_at_once(const char* what, void (*kernel)(Parameters...), int threads, std::size_t shared_bytes) {
@@ -109,8 +124,9 @@ int blocks_at_once(const char* what, void (*kernel)(Parameters...), int threads,
 class device_memory final : public std::pmr::memory_resource {
   void* do_allocate(std::size_t bytes, std::size_t) override {
     void* data = nullptr;
-    if (cudaMalloc(&data, bytes) != cudaSuccess) throw std::bad_alloc();
-    return data;
+    if (cudaMalloc(&data, bytes) == cudaSuccess) return data;
+    forget_error();
+    throw std::bad_alloc();
   }
   void do_deallocate(void* data, std::size_t, std::size_t) override { cudaFree(data); }
   bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
@@ -121,9 +137,9 @@ class device_memory final : public std::pmr::memory_resource {
 class pinned_memory final : public std::pmr::memory_resource {
   void* do_allocate(std::size_t bytes, std::size_t) override {
     void* data = nullptr;
-    if (cudaHostAlloc(&data, bytes, cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess)
-      throw std::bad_alloc();
-    return data;
+    if (cudaHostAlloc(&data, bytes, cudaHostAllocMapped | cudaHostAllocPortable) == cudaSuccess) return data;
+    forget_error();
+    throw std::bad_alloc();
   }
   void do_deallocate(void* data, std::size_t, std::size_t) override { cudaFreeHost(data); }
   bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }

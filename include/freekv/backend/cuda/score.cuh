@@ -66,13 +66,15 @@ FREEKV_HD scoring_room scoring_room_of(const Summary& summary, kv_extent unit) {
 /// A block's shared memory while it scores: the row's queries, if it prepares them itself, and a room for
 /// each of its teams.
 struct scoring_memory {
-  int queries = 0;  // floats; 0: another kernel has prepared them
-  int teams = 0;    // that score at a time
-  int floats = 0;   // of all
+  int queries = 0;         // floats; 0: another kernel has prepared them
+  int teams = 0;           // that score at a time
+  int floats = 0;          // of all
+  bool by_tokens = false;  // it scores so, by a summary that can be; else there is no room for its tables
 
-  /// Throws settings_error where there is no room for one team.
+  /// `shared_bytes`: that a block may have. Throws settings_error where there is no room for one team.
   template <int HeadDim, class Key, class Summary>
-  static scoring_memory of(const Summary& summary, kv_extent unit, int queries, bool pools_queries) {
+  static scoring_memory of(const Summary& summary, kv_extent unit, int queries, bool pools_queries,
+                           int shared_bytes) {
     constexpr score_tuning tuning = score_default;
     constexpr int lanes = summary_team_t<Summary, HeadDim>::lane_count, most = tuning.shared_bytes / 4;
     const int room = scoring_room_of<Key>(summary, unit).all();
@@ -83,9 +85,9 @@ struct scoring_memory {
     scoring_memory m;
     const std::int64_t prepared =
         std::int64_t{queries} * summary_query_width(summary, HeadDim) + (pools_queries ? HeadDim : 0);
-    const int rows =
-        std::max(row_scoring_t<Summary, HeadDim, Key>::floats,
-                 floats_by_tokens(summary, unit, summary_bytes<Key>(summary, unit), tuning.threads));
+    const int by_tokens = floats_by_tokens(summary, unit, summary_bytes<Key>(summary, unit), tuning.threads);
+    m.by_tokens = by_tokens > 0 && by_tokens * static_cast<int>(sizeof(float)) <= shared_bytes;
+    const int rows = std::max(row_scoring_t<Summary, HeadDim, Key>::floats, m.by_tokens ? by_tokens : 0);
     if (prepared <= tuning.query_floats && (prepared + 3) / 4 * 4 + std::max(room, rows) <= most)
       m.queries = static_cast<int>(prepared + 3) / 4 * 4;
     m.teams = std::min(tuning.threads / lanes, (most - m.queries) / std::max(1, room));
@@ -169,7 +171,8 @@ template <scoring By, class State, class Summary>
 __device__ void score_tile(const State& s, const Summary& summaries, const step_entry& entry, int head,
                            const row_candidates& candidates, int first, int last,
                            const prepared_queries& queries, float* scores, const selection_scratch& scratch,
-                           unsigned long long least, const float* pooled, int teams, float* shared) {
+                           unsigned long long least, const float* pooled, const scoring_memory& memory,
+                           float* shared) {
   using element = typename State::element;
   constexpr int d = State::head_dim;
   const summary_team_t<Summary, d> team;
@@ -189,14 +192,14 @@ __device__ void score_tile(const State& s, const Summary& summaries, const step_
                 s.summary_of(store_page_id{}, head), row_of, first, last, queries, scores, scratch.stride,
                 shared)) != 0;
   } else if constexpr (By == scoring::alone && token_estimates<Summary>::there) {
-    scored = scores_by_tokens(summaries, s.unit, s.summary_bytes);
+    scored = memory.by_tokens;
     if (scored)
       again = __syncthreads_or(score_units_by_tokens<rows_of_warp>(
                   summaries, s.unit, s.summary_of(store_page_id{}, head), static_cast<int>(s.summary_bytes),
                   row_of, first, last, queries, scores, scratch.stride, shared)) != 0;
   }
-  if (!again || me >= teams) return;
-  for (int j = first + me; j < last; j += teams) {
+  if (!again || me >= memory.teams) return;
+  for (int j = first + me; j < last; j += memory.teams) {
     const score_column column{scores + j, scratch.stride};
     if (scored) {
       bool finite = true;
@@ -338,7 +341,7 @@ __global__ void score_tiles(State s, Summary summaries, Pooling pooling, Then th
       const int first = tile * tile_units, last = min(first + tile_units, count);
       score_tile<By>(s, summaries, entry, head, candidates, first, last, queries, scores, scratch,
                      kept ? scratch.least_of(for_next, nth, row) : 0,
-                     kept ? scratch.pooled_of(for_next, nth, pooled_row(s, job, row)) : nullptr, memory.teams,
+                     kept ? scratch.pooled_of(for_next, nth, pooled_row(s, job, row)) : nullptr, memory,
                      shared + memory.queries);
       if (s.pins > 0) {  // pinned ones have no part in what is pooled
         __syncthreads();
@@ -382,7 +385,7 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
   const auto count = [](int n) { return static_cast<unsigned>(n); };
   const dim3 rows(count(scratch.rows()), count(step.bounds.entries));
   const auto memory = scoring_memory::of<State::head_dim, typename State::element>(
-      summary, s.unit, scratch.sizes.queries, query_pooling<Pooling>);
+      summary, s.unit, scratch.sizes.queries, query_pooling<Pooling>, scratch.sizes.shared_bytes);
   if (memory.queries == 0) {
     constexpr bool by_block = block_summary<Summary>::prepares;
     const dim3 queries(rows.x, rows.y, by_block ? count(scratch.sizes.queries) : 1);

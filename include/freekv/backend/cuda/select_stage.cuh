@@ -65,7 +65,8 @@ class selection_stage {
             resolve(settings.summary, [](const auto& summary) { return summary_query_width(summary, d); }),
         .one_selection_per_layer = settings.selects_by() == selection_scope::layer,
         .two_stages = resolve(settings.summary, []<class S>(const S&) { return two_stage_summary<S>; }),
-        .multiprocessors = multiprocessors()};
+        .multiprocessors = multiprocessors(),
+        .shared_bytes = most_shared_bytes()};
     for (selection_scratch* scratch : {&correct_, &speculate_})
       *scratch = selection_scratch::carve(fast, sizes);
     if (of.transfers() != nullptr && settings.route.keeps_slots())

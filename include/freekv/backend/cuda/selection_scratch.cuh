@@ -47,12 +47,13 @@ struct selection_sizes {
   bool one_selection_per_layer = false;  ///< the heads of a layer select as one
   bool two_stages = false;               ///< a coarse summary says what a fine one scores
   int multiprocessors = 1;               ///< of the device
+  int shared_bytes = 48 << 10;           ///< that a block may have there
 };
 
 /// The scratch of one stream. A row is what selects for itself: a KV head of an entry, or each query head of
 /// its group. It has a row of scores for each of its queries, or one alone where queries are pooled.
 struct selection_scratch {
-  float* scores = nullptr;            // (1, or 2 in two stages, entry, row, queries, stride)
+  float* scores = nullptr;              // (1, or 2 in two stages, entry, row, queries, stride)
   log_sum_exp* tile_log_sum = nullptr;  // (the same, tiles)
   float* pooled = nullptr;       // (2, entry, row, stride): among this step's candidates and the next step's
   float* queries = nullptr;      // (entry, row, head_dim): pooled ones
@@ -63,7 +64,7 @@ struct selection_scratch {
   std::uint32_t* blocks_scoring = nullptr;    // (2, entry, row): that have scored
   std::int32_t* best = nullptr;               // (entry, kv head, K): of a correction by mass
   // Layers whose heads select together:
-  float* layer_scores = nullptr;       // (2, entry, stride): as `pooled`, of all of them
+  float* layer_scores = nullptr;          // (2, entry, stride): as `pooled`, of all of them
   log_sum_exp* pooled_log_sum = nullptr;  // (2, entry, row, tiles): of `pooled`
   // Query heads that select each for itself:
   std::int32_t* lists = nullptr;        // (2, entry, row, units of a row): what each has selected, ascending
@@ -103,14 +104,16 @@ struct selection_scratch {
     return s;
   }
 
-  /// Sets the counters to 0, before the scratch is used; kernels leave them at 0.
+  /// Sets the counters to 0, before the scratch is used; kernels leave them at 0. And the scores: packs that
+  /// are pooled reach behind a row's last.
   void clear(cudaStream_t stream) const {
     const auto zero = [&](auto* counters, std::size_t count) {
       check(cudaMemsetAsync(counters, 0, count * sizeof *counters, stream), "cudaMemsetAsync");
     };
     zero(item_count, 1);
     zero(blocks_recalling, 1);
-    zero(blocks_scoring, to_size(2 * sizes.entries * rows()));
+    zero(blocks_scoring, to_size(2 * std::int64_t{sizes.entries} * rows()));
+    zero(scores, to_size((sizes.two_stages ? 2 : 1) * at(sizes.entries, 0) * sizes.queries * stride));
   }
 
   FREEKV_HD int rows() const { return sizes.kv_heads * sizes.selecting; }

@@ -92,6 +92,15 @@ __device__ void fill_slot(const State& s, const Codec& codec, const sequence_hea
   copy_slice_by_warp(pieces{rows_behind(from, part.first), part.tokens}, pieces{to, part.tokens});
 }
 
+/// Page that sink or ring slot `slot` of a sequence of `tokens` tokens has, or has next.
+template <class State>
+FREEKV_HD int page_of_slot(const State& s, int slot, int tokens) {
+  if (slot < s.slots.sink) return slot;
+  int page = s.slots.ring_begin(tokens, s.page.tokens);
+  while (s.slots.ring_slot(page) != slot_id{slot}) ++page;
+  return page;
+}
+
 template <class State, class Codec>
 __global__ void fill_slots(const State* layers, Codec codec, filled_slots fill) {
   const State& s = layers[blockIdx.y];
@@ -99,13 +108,8 @@ __global__ void fill_slots(const State* layers, Codec codec, filled_slots fill) 
   const int task = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
   const int slot = task / s.heads.kv, head = task % s.heads.kv, fixed = s.slots.fixed(), p = s.page.tokens;
   if (slot < fixed) {
-    int page = slot;
-    if (slot >= s.slots.sink) {
-      page = s.slots.ring_begin(fill.tokens, p);
-      while (s.slots.ring_slot(page) != slot_id{slot}) ++page;
-    } else if (page < fill.first_sink) {
-      return;
-    }
+    const int page = page_of_slot(s, slot, fill.tokens);
+    if (page < fill.first_sink && slot < s.slots.sink) return;
     const int rows = min(p, fill.tokens - page * p);
     if (rows > 0)
       fill_slot(s, codec, {fill.sequence, head}, fill.tokens, {page, 0, rows},
@@ -167,33 +171,42 @@ __global__ void copy_arrays(const Array* arrays, int from, int to) {
   std::byte* const copied = array.data + to_size(to) * array.of_sequence;
   for (std::size_t i = threadIdx.x; i < array.of_sequence; i += blockDim.x) copied[i] = source[i];
 }
-/// Gives sequence `to` what the slots of `from` hold, where both have them, and the open pages where others
-/// are encoded.
+/// Gives sequence `to` what the slots of `from`, which has `tokens` tokens, hold, where both have them, and
+/// the open pages where others are encoded.
 template <class State>
-__global__ void copy_slots(const State* layers, int from, int to) {
+__global__ void copy_slots(const State* layers, int from, int to, int tokens) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
   const State& s = layers[blockIdx.y];
-  const int task = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
+  const int task = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32), p = s.page.tokens;
   const int head = task % s.heads.kv, slots = s.keeps_slots ? s.slots.total() : 0, slot = task / s.heads.kv;
   if (slot >= slots + (s.encoded ? s.open_pages : 0)) return;
-  const auto is_there = [&](int sequence) { return number_of(s.block(sequence, slot_id{slot})) >= 0; };
-  if (slot < slots && !(is_there(from) && is_there(to))) return;
-  const auto slice = [&](int sequence) {
-    return pieces{slot < slots ? s.block_slice(sequence, slot_id{slot}, head)
-                               : s.open_slice(sequence, slot - slots, head),
-                  s.page.tokens};
+  const auto copy = [&](const auto& slice, int first, int rows) {
+    copy_slice_by_warp(pieces{rows_behind(slice(from), first), rows},
+                       pieces{rows_behind(slice(to), first), rows});
   };
-  copy_slice_by_warp(slice(from), slice(to));
+  if (slot >= slots)
+    return copy([&](int sequence) { return s.open_slice(sequence, slot - slots, head); }, 0, p);
+  const auto is_there = [&](int sequence) { return number_of(s.block(sequence, slot_id{slot})) >= 0; };
+  if (!(is_there(from) && is_there(to))) return;
+  const auto in_slot = [&](int sequence) { return s.block_slice(sequence, slot_id{slot}, head); };
+  if (slot < s.slots.fixed()) {
+    if (const int rows = min(p, tokens - page_of_slot(s, slot, tokens) * p); rows > 0) copy(in_slot, 0, rows);
+    return;
+  }
+  const int first = (slot - s.slots.fixed()) * s.units_per_page;
+  for (int i = first; i < min(first + s.units_per_page, s.slots.selected); ++i)
+    if (s.slots_of(from, head).unit[i] >= 0) copy(in_slot, s.first_row_of(i), s.unit.tokens);
 }
 template <class State>
 void launch_fork(const all_layers<State>& layers, std::span<const sequence_array> arrays, int from, int to,
-                 cudaStream_t stream) {
+                 int tokens, cudaStream_t stream) {
   launch("copying a selection", {static_cast<unsigned>(arrays.size()), slots_default.threads, stream},
          copy_arrays<sequence_array>, arrays.data(), from, to);
   const dim3 grid = layers.warps([](const State& s) {
     return ((s.keeps_slots ? s.slots.total() : 0) + (s.encoded ? s.open_pages : 0)) * s.heads.kv;
   });
-  launch("copying slots", {grid, slots_default.threads, stream}, copy_slots<State>, layers.device, from, to);
+  launch("copying slots", {grid, slots_default.threads, stream}, copy_slots<State>, layers.device, from, to,
+         tokens);
 }
 
 /// Moves what a sequence's selected slots hold to the lowest ones. By one warp a KV head.

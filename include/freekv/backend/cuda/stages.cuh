@@ -57,6 +57,9 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   static constexpr bool selections_at_hand = false;
   static constexpr bool counts_flagged_heads = true;
   static constexpr int d = State::head_dim;
+  static constexpr int most_in_grid = 65535;  // blocks of its second and third dimension
+  static constexpr int most_entries =
+      most_in_grid / 2;  // of a step: where scoring has two stages, two for each
   static_assert(std::is_trivially_copyable_v<State>, "kernels take a layer_state by value");
   static_assert(d * sizeof(element) % 16 == 0,
                 "the CUDA backend copies rows 16 bytes at a time; of fp8_e4m3 head_dim is a multiple of 16");
@@ -96,7 +99,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     staging_ = page_staging<element>::carve(fast, staged, settings.model.kv_heads, settings.page.tokens, d);
     staging_bytes_ = fast.used() - before;
     resolve(settings.summary, [&](const auto& summary) {
-      scoring_memory::of<d, element>(summary, {settings.unit_tokens(), d}, 0, false);  // throws if it must
+      scoring_memory::of<d, element>(summary, {settings.unit_tokens(), d}, 0, false, 0);  // throws if it must
       const int width = summary.width({settings.unit_tokens(), d});
       const auto scratch_of = [&](int teams) {
         append_scratch scratch{nullptr, std::int64_t{settings.unit_tokens()} * d,
@@ -128,15 +131,16 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     layers_.host = layers;
     this->copy(layers_.device, layers.data(), layers.size());
     std::vector<sequence_array> arrays;
+    const auto clear = [&](void* data, std::size_t bytes) {
+      if (bytes > 0) device::check(cudaMemsetAsync(data, 0, bytes, compute()), "cudaMemsetAsync");
+    };
     for (State& s : layers) {
-      const auto clear = [&]<class T>(T* array, std::size_t count) {
-        if (count > 0)
-          device::check(cudaMemsetAsync(array, 0, count * sizeof(T), compute()), "cudaMemsetAsync");
-      };
-      clear(s.flagged_count, 1);
-      for_each_array(s, [&](auto* array, std::size_t of_sequence) {
-        clear(array, to_size(settings_->capacity.max_sequences) * of_sequence);
-      });
+      const auto& read_back = tables.arrays[to_size(s.layer)];  // with what lies between them
+      clear(read_back.device, read_back.size);
+      clear(s.kept_queries,
+            to_size(settings_->capacity.max_sequences) * s.kept_query_numbers() * sizeof *s.kept_queries);
+      if (s.encoded)  // forks copy these rows, whether there are any or not
+        clear(s.open.data_handle(), to_size(s.open.mapping().required_span_size()) * sizeof(element));
       for_each_sequence_array(s, [&](const sequence_array& array) { arrays.push_back(array); });
     }
     this->copy(arrays_.data(), arrays.data(), arrays.size());
@@ -184,7 +188,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   void fork(int from, int to, int tokens) {
     const trace_range range("freekv fork", from);
     this->upload_sequences({from, to}, settings_->pages_for(tokens));
-    launch_fork(layers_, std::span<const sequence_array>(arrays_), from, to, compute());
+    launch_fork(layers_, std::span<const sequence_array>(arrays_), from, to, tokens, compute());
   }
   /// Fills the slots of a sequence from the store.
   void restore(int sequence, int tokens) {
@@ -297,6 +301,12 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   /// Tables of what decode rows attend to.
   void write_tables(const State& s, const step_view& step, const block_tables& to, const table_ids& ids) {
     const trace_range range("freekv write tables", s.layer);
+    constexpr std::size_t beside = 16;  // what a block counts
+    if (to.rows == table_rows::all_heads && marked_bytes(s) + beside > to_size(most_shared_bytes()))
+      throw freekv::detail::no_table(s, "queue_tables",
+                                     " has up to " + std::to_string(s.max_pages) +
+                                         " pages a sequence, more than a table of all heads marks in a "
+                                         "block's memory; take one by head");
     launch_tables(s, step, to, ids, compute());
   }
 
@@ -362,6 +372,14 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
                            std::to_string(settings.max_pages()) +
                            " pages each are more than the 2^31 - 1 pages of a step of the CUDA backend; take "
                            "fewer max_resident, fewer max_tokens or larger pages");
+    const auto expect_at_most = [](const char* what, int number, int most) {
+      if (number > most)
+        throw settings_error(std::string(what) + " is " + std::to_string(number) +
+                             "; a launch of the CUDA backend has room for at most " + std::to_string(most));
+    };
+    expect_at_most("max_resident", settings.capacity.max_resident, most_entries);
+    expect_at_most("query_heads", settings.model.query_heads, most_in_grid);
+    expect_at_most("layers", settings.model.layers, most_in_grid);
     if (settings.completes())
       throw settings_error(
           "the CUDA backend does not complete attention yet; take no_completion, or the host backend");
