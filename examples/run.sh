@@ -70,13 +70,14 @@ case $own_model in
   gemma3)
     bootstrap_gemma && model=$MODEL
     bootstrap_haystack && needle_text=$HAYSTACK
-    given=()
+    given=() before=
     for argument; do
-      case $argument in
-        gemma3) given+=("$model") ;;
+      case $before$argument in
+        --modelgemma3) given+=("$model") ;;
         --model=gemma3) given+=("--model=$model") ;;
         *) given+=("$argument") ;;
       esac
+      [[ $argument == --model ]] && before=$argument || before=
     done
     [[ " $* " == *" --prompt"* ]] || lengths+=(--prompt 8192)
     [[ " $* " == *" --needle-tokens"* ]] || lengths+=(--needle-tokens 8192 --needle-tokens 32768)

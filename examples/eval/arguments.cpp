@@ -155,6 +155,11 @@ void choose_sections(arguments& a) {
   require(!a.does("frontier") || !a.needle_tokens.empty(),
           "--section frontier needs --needle-tokens above 0");
   find_by_name("--frontier-summary", summaries, a.frontier_summary);
+  require(
+      a.frontier_summary != key_signatures<>::name,
+      "--frontier-summary key_signatures samples tokens, and has no corrections to compare; choose another");
+  require(!a.does("queries") || a.steps > 1,
+          "--section queries compares successive steps; give --steps of at least 2");
   const bool times = a.does("speed") || a.does("lengths") || a.does("stages");
   require(!times || a.rounds > 0, "timing needs --rounds of at least 1");
 }
@@ -189,6 +194,11 @@ arguments parse_arguments(int argc, char** argv) {
   if (!parsed(app, argc, argv)) std::exit(0);
   require(a.prompt >= 1 && a.steps >= 1 && a.deep_steps >= 1,
           "--prompt, --steps and --deep-steps are at least 1");
+  constexpr int most_tokens = 1 << 24;
+  require(std::max({a.prompt, a.steps, a.deep_steps, a.generate, a.own_continuation}) <= most_tokens,
+          "--prompt, --steps and other numbers of tokens are at most " + std::to_string(most_tokens));
+  require(a.basis_tokens >= 2, "--basis-tokens is at least 2");
+  require(a.common.complete_layers >= 0, "--complete-layers is at least 0");
   require(a.rounds >= 0 && a.timed_steps >= 1, "--rounds is at least 0 and --timed-steps at least 1");
   require(a.pair_seconds >= 0, "--pair-seconds is at least 0");
   for (const int pages : a.true_mass)

@@ -41,12 +41,12 @@ class page_losses : public attention {
 
   void attend(const layer_rows& rows, float* output) override {
     ours_.attend(rows, output);
+    if (rows.layer == 0) ++steps_;
     const std::size_t row = to_size(shape_.kv_heads * shape_.head_dim), layer = to_size(rows.layer);
     keys_[layer].insert(keys_[layer].end(), rows.key, rows.key + row);
     values_[layer].insert(values_[layer].end(), rows.value, rows.value + row);
     if (rows.layer < common_.complete_layers || shape_.slides(rows.layer)) return;
     for (int head = 0; head < shape_.kv_heads; ++head) add(rows.layer, head, rows.query);
-    if (rows.layer + 1 == shape_.layers) ++steps_;
   }
   /// Relative L2 distance of a head's output from full attention's with n pages, n from 0, the mean over
   /// heads and steps.

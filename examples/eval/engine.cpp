@@ -49,15 +49,24 @@ std::string metadata(const llama_model* weights, const std::string& key) {
   return text.data();
 }
 
-/// The rotary embedding of keys, where the file says all of it: without scaling and factors for each pair.
-std::optional<rotation> rotation_of(const llama_model* weights, const std::string& path, int head_dim) {
+/// Which numbers of a key turn together, where all do and as one position.
+std::optional<rotary_pairs> pairs_of(const llama_model* weights, int head_dim) {
+  const std::string dims =
+      metadata(weights, metadata(weights, "general.architecture") + ".rope.dimension_count");
+  if (!dims.empty() && dims != std::to_string(head_dim)) return std::nullopt;
   const auto kind = llama_model_rope_type(weights);
-  if (kind != LLAMA_ROPE_TYPE_NORM && kind != LLAMA_ROPE_TYPE_NEOX) return std::nullopt;
+  if (kind == LLAMA_ROPE_TYPE_NORM) return rotary_pairs::neighbours;
+  if (kind == LLAMA_ROPE_TYPE_NEOX) return rotary_pairs::halves;
+  return std::nullopt;
+}
+
+/// The rotary embedding of keys, where the file says all of it: without scaling and factors for each pair.
+std::optional<rotation> rotation_of(const llama_model* weights, const std::string& path,
+                                    const model_shape& shape) {
+  if (!shape.pairs) return std::nullopt;
   const std::string rope = metadata(weights, "general.architecture") + ".rope.";
-  const std::string scaling = metadata(weights, rope + "scaling.type"),
-                    dims = metadata(weights, rope + "dimension_count");
-  if ((!scaling.empty() && scaling != "none") || (!dims.empty() && dims != std::to_string(head_dim)))
-    return std::nullopt;
+  const std::string scaling = metadata(weights, rope + "scaling.type");
+  if (!scaling.empty() && scaling != "none") return std::nullopt;
   const std::unique_ptr<gguf_context, decltype(&gguf_free)> file(
       gguf_init_from_file(path.c_str(), {true, nullptr}), gguf_free);
   if (!file || gguf_find_tensor(file.get(), "rope_freqs.weight") >= 0) return std::nullopt;
@@ -65,8 +74,7 @@ std::optional<rotation> rotation_of(const llama_model* weights, const std::strin
     if (scaling != "none" && gguf_find_key(file.get(), (rope + key).c_str()) >= 0) return std::nullopt;
   const std::int64_t base = gguf_find_key(file.get(), (rope + "freq_base").c_str());
   return rotation_of_base(base >= 0 ? static_cast<double>(gguf_get_val_f32(file.get(), base)) : 10000.0,
-                          head_dim / 2,
-                          kind == LLAMA_ROPE_TYPE_NORM ? rotary_pairs::neighbours : rotary_pairs::halves);
+                          shape.head_dim / 2, *shape.pairs);
 }
 
 [[noreturn]] void refuse(const model_shape& shape, const std::string& property) {
@@ -135,7 +143,8 @@ model::model(const std::string& path) {
     shape_.sliding.clear();
     shape_.sliding_window = 0;
   }
-  shape_.rotary = rotation_of(weights, path, shape_.head_dim);
+  shape_.pairs = pairs_of(weights, shape_.head_dim);
+  shape_.rotary = rotation_of(weights, path, shape_);
   context_sets_rotation_ = metadata(weights, architecture + ".rope.scaling.type") == "longrope";
 }
 

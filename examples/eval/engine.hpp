@@ -43,6 +43,7 @@ struct model_shape {
   int trained_context = 0;
   float scale = 0;                   ///< of the logits, as the graph has it
   std::optional<rotation> rotary{};  ///< of keys in layers that do not slide, where the file says it in full
+  std::optional<rotary_pairs> pairs{};  ///< numbers of a key that turn together, where all do, by any angle
   int sliding_window = 0;            ///< tokens; 0: no layer slides
   std::vector<bool> sliding{};       ///< (layers), as llama.cpp's caches have it; empty: no layer slides
   std::string name;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -22,17 +23,22 @@ namespace freekv::examples {
 
 namespace {
 
+/// The variant that a --head-list begins with, or nullptr.
+const named_variant* named_by(std::string_view given) {
+  const std::size_t equals = given.find('=');
+  const auto found = std::find_if(variants().begin(), variants().end(), [&](const auto& v) {
+    return equals != given.npos && v.name == given.substr(0, equals);
+  });
+  return found == variants().end() ? nullptr : &*found;
+}
+
 /// The file of a variant's list of heads; empty if none is given for it. One that is given for no variant by
 /// name is all variants', where `by_any_name`.
 std::string head_list_of(std::string_view variant, const arguments& a, bool by_any_name) {
   for (const std::string& given : a.head_lists) {
-    const std::size_t equals = given.find('=');
-    const bool is_named =
-        equals != std::string::npos && std::any_of(variants().begin(), variants().end(), [&](const auto& v) {
-          return v.name == std::string_view(given).substr(0, equals);
-        });
-    if (is_named && given.substr(0, equals) == variant) return given.substr(equals + 1);
-    if (!is_named && by_any_name) return given;
+    const named_variant* const named = named_by(given);
+    if (named != nullptr && named->name == variant) return given.substr(variant.size() + 1);
+    if (named == nullptr && by_any_name) return given;
   }
   return {};
 }
@@ -119,21 +125,35 @@ void correct_by(method_spec& m, const std::string& text) {
       throw choice_error("--correction " + text + ": " + cited(digits) + " is not a number");
     return value;
   };
+  const auto whole = [&](std::size_t first, std::size_t last) {
+    const float value = number(first, last);
+    if (!(value >= 1 && value <= 1 << 20) || value != std::floor(value))
+      throw choice_error("--correction " + text + ": steps and samples are whole numbers from 1 to " +
+                         std::to_string(1 << 20));
+    return static_cast<int>(value);
+  };
   if (comma != text.npos) {
     if (m.correction != verified_share::name)
       throw choice_error("--correction " + text + ": only verified_share has samples");
-    m.samples = static_cast<int>(number(comma + 1, text.npos));
+    m.samples = whole(comma + 1, text.npos);
   }
   if (equals == text.npos) return;
+  if (m.correction == always::name || m.correction == never::name)
+    throw choice_error("--correction " + text + ": " + m.correction + " takes no number");
   const float value = number(equals + 1, comma);
   if (m.correction == cosine_drift::name) m.tau = value;
   if (m.correction == verified_share::name) m.epsilon = value;
   if (m.correction == mass_deficit::name || m.correction == missing_share::name) m.delta = value;
-  if (m.correction == every_n_steps<>::name) m.every = static_cast<int>(value);
+  if (m.correction == every_n_steps<>::name) m.every = whole(equals + 1, comma);
 }
 
 /// Full attention first, then those asked for.
 std::vector<contender> contenders_of(const arguments& a, const model_shape& shape) {
+  for (const std::string& given : a.head_lists)
+    if (const auto* const variant = named_by(given);
+        variant != nullptr && !variant->method.needs_head_list() && !variant->method.takes_voters())
+      throw choice_error("--head-list " + given + ": " + std::string(variant->name) +
+                         " takes no list of heads");
   std::vector<contender> all = all_contenders(a, shape);
   const std::set<std::string> only(a.only.begin(), a.only.end());
   for (const auto& name : only)
@@ -161,6 +181,7 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
   for (const auto& correction : a.corrections)
     for (const contender& of : corrected) {
       all.push_back(of);
+      all.back().deep = false;
       all.back().name += ", " + correction;
       asked.insert(all.back().name);
       correct_by(all.back().method, correction);
@@ -193,6 +214,9 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
       lacks = "needs a list of heads; give --head-list FILE";
     else if (c.method.needs_factors() && !shape.rotary)
       lacks = "needs the model's rotary embedding, which the file does not say in full; take another model";
+    else if (c.method.basis_of_pairs && !shape.pairs)
+      lacks =
+          "chooses among rotary pairs, and the file does not say that all of a key turns; take another model";
     else if (!fits(c, a.common))
       lacks = "has no page to select in its share of a budget of " + std::to_string(a.common.budget) +
               " tokens, or pages that sink and window are no multiples of; give a larger --budget";
@@ -208,7 +232,7 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
 /// How much of --text the sections need.
 int text_tokens(const arguments& a) {
   int needed = 1;
-  for (const char* name : {"quality", "budgets", "taus", "poolings", "sources", "queries", "speed",
+  for (const char* name : {"quality", "budgets", "taus", "poolings", "sources", "queries", "speed", "stages",
                            "continuation", "generate", "draft", "frontier", "hard_kv", "arkv", "by_layer"})
     if (a.does(name)) needed = std::max(needed, a.prompt + std::max(a.steps, a.deep_steps) + 1);
   if (a.does("batch")) needed = std::max(needed, a.prompt + a.steps + a.batch);  // different parts
@@ -309,6 +333,10 @@ job::job(const arguments& wanted)
   if (!table_)
     throw file_error("'" + wanted.out +
                      "/table.txt.part' cannot be written; choose another folder with --out");
+  if (wanted.does("hard_kv") && wanted.common.complete_layers >= model_.shape().layers)
+    throw choice_error("--section hard_kv compares layers that forget, and --complete-layers leaves none");
+  (void)lenders_beside(wanted.text);  // which may throw, so before there is work
+  if (wanted.does("needles")) (void)lenders_beside(wanted.needle_text);
   note_remark("what was measured by then is in '" + wanted.out + "/results.jsonl.part'");
   for (const contender& c : contenders_)
     if (c.method.tau != wanted.tau) lines_.set_case(c.name, {{"tau", c.method.tau}});
@@ -343,8 +371,7 @@ std::optional<std::size_t> job::quest() const {
 
 const prepared_prompt& job::prompt() {
   if (!prompt_)
-    prompt_.emplace(
-        prepare(text().first(to_size(options_.prompt)), options_.needle_text, options_.does("speed")));
+    prompt_.emplace(prepare(text().first(to_size(options_.prompt)), options_.text, options_.does("speed")));
   return *prompt_;
 }
 
@@ -352,12 +379,12 @@ std::span<const llama_token> job::after_prompt(std::span<const llama_token> text
   return text.subspan(to_size(options_.prompt), to_size(options_.steps) + 1);
 }
 
-prepared_prompt job::prepare(std::span<const llama_token> tokens, const std::string& other_text, bool timed) {
+prepared_prompt job::prepare(std::span<const llama_token> tokens, const std::string& from, bool timed) {
   prompt_cache::place at = place_;
   at.state = timed;
   prompt_cache kv(model_, tokens, at, progress());
   learnt_keys own = learn(kv, basis_source::prompt);
-  prepared_prompt prompt{std::move(kv), std::move(own), learnt_from_text(other_text)};
+  prepared_prompt prompt{std::move(kv), std::move(own), learnt_beside(from)};
   for (const contender& c : contenders_)
     if (c.method.needs_channels()) prompt.channels.emplace(c.name, prompt.kv.learn_channels(c.method));
   for (const contender& c : contenders_)
@@ -396,29 +423,50 @@ learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
   return learnt;
 }
 
-const learnt_keys& job::learnt_from_text(const std::string& path) {
-  const auto known = learnt_.find(path);
+std::vector<std::string> job::lenders_beside(const std::string& from) const {
+  if (!asks_for(basis_source::other_text)) return {};
+  const auto is_other = [&](const std::string& path) {
+    std::error_code absent;
+    return !path.empty() && (from.empty() || !std::filesystem::equivalent(path, from, absent));
+  };
+  std::vector<std::string> lenders;
+  for (const std::string& path : {options_.needle_text, options_.text})
+    if (lenders.empty() && is_other(path)) lenders.push_back(path);
+  if (is_other(options_.calibration)) lenders.push_back(options_.calibration);
+  if (lenders.empty())
+    throw choice_error("rows of another text's basis would learn from what they decode, " + cited(from) +
+                       "; give another --needle-text, or leave them out by --variant");
+  return lenders;
+}
+
+const learnt_keys& job::learnt_beside(const std::string& from) {
+  const std::vector<std::string> lenders = lenders_beside(from);
+  const auto known = learnt_.find(lenders);
   if (known != learnt_.end()) return known->second;
-  if (!asks_for(basis_source::other_text)) return learnt_.emplace(path, learnt_keys{}).first->second;
+  if (lenders.empty()) return learnt_[lenders];
   const std::size_t most = std::min(to_size(options_.basis_tokens), to_size(model_.shape().trained_context));
-  auto tokens = model_.tokenize(read_text(path));
-  const bool calibrates = !options_.calibration.empty();
-  tokens.resize(std::min(tokens.size(), calibrates ? most / 2 : most));
-  if (calibrates) {
-    const auto more = model_.tokenize(read_text(options_.calibration));
-    const auto end = more.begin() + static_cast<std::ptrdiff_t>(std::min(more.size(), most - tokens.size()));
+  std::vector<llama_token> tokens;
+  for (std::size_t i = 0; i < lenders.size(); ++i) {
+    const auto more = model_.tokenize(read_text(lenders[i]));
+    const std::size_t share = (most - tokens.size()) / (lenders.size() - i);
+    const auto end = more.begin() + static_cast<std::ptrdiff_t>(std::min(more.size(), share));
     tokens.insert(tokens.end(), more.begin(), end);
   }
   prompt_cache::place place = place_;
   place.queries = false;
   place.probes = 0;
   const prompt_cache keys(model_, tokens, place, progress());
-  return learnt_.emplace(path, learn(keys, basis_source::other_text)).first->second;
+  return learnt_.emplace(lenders, learn(keys, basis_source::other_text)).first->second;
 }
 
 void job::say(const std::string& text) {
   std::cout << text << std::flush;
   table_ << text << std::flush;
+  if (!table_)
+    throw file_error(
+        "'" + options_.out +
+        "/table.txt.part' cannot be written, as on a full disk; results.jsonl.part beside it has "
+        "what was measured");
 }
 
 void job::keep_in_short(std::string_view row, const std::string& column, const std::string& figure) {

@@ -40,10 +40,10 @@ class job {
   /// The same of another text.
   std::span<const llama_token> after_prompt(std::span<const llama_token> text) const;
 
-  /// `other_text`: the file whose keys lend what is learnt, with those of --calibration; --needle-text,
-  /// unless the tokens are from there. `timed`: llama.cpp itself will go on from these tokens.
-  prepared_prompt prepare(std::span<const llama_token> tokens, const std::string& other_text,
-                          bool timed = false);
+  /// `from`: the file that the tokens are from, or empty; another lends what is learnt of another text's
+  /// keys: half of it --needle-text, or --text, and half --calibration. `timed`: llama.cpp itself will go on
+  /// from these tokens. Throws choice_error where there is no other text.
+  prepared_prompt prepare(std::span<const llama_token> tokens, const std::string& from, bool timed = false);
 
   json_lines& lines() { return lines_; }
   progress_function progress() { return std::ref(progress_); }
@@ -59,7 +59,8 @@ class job {
   /// What the contenders whose source this is need.
   bool asks_for(basis_source source) const;
   learnt_keys learn(const prompt_cache& keys, basis_source source);
-  const learnt_keys& learnt_from_text(const std::string& path);
+  std::vector<std::string> lenders_beside(const std::string& from) const;
+  const learnt_keys& learnt_beside(const std::string& from);
 
   arguments options_;
   prompt_cache::place place_;
@@ -70,7 +71,7 @@ class job {
   std::ofstream table_;
   std::vector<std::vector<std::string>> in_short_{{"in short"}};
   progress_line progress_;
-  std::map<std::string, learnt_keys> learnt_;  // by the text's path
+  std::map<std::vector<std::string>, learnt_keys> learnt_;  // by those who lend
   std::optional<prepared_prompt> prompt_;
 };
 

@@ -68,7 +68,7 @@ needle_result measure_needles(const contender& c, const common_settings& s, cons
 void compare_at(job& j, const std::string& text, int length, std::span<const int> budgets) {
   const arguments& a = j.options();
   const needle_text hidden = hide_needles(j.model(), text, length);
-  const prepared_prompt prompt = j.prepare(hidden.tokens, a.text);
+  const prepared_prompt prompt = j.prepare(hidden.tokens, a.needle_text);
   const std::string name = std::filesystem::path(a.needle_text).filename().string();
   std::vector<std::vector<std::string>> rows{
       {"8 facts in " + std::to_string(hidden.tokens.size()) + " tokens of " + name, "bytes/page/head"}};

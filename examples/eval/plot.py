@@ -175,9 +175,11 @@ def heads(results, folder):
     figure, panels = panels_of(cases, 9, (1.35, 4.2))
     for panel, case in zip(panels, cases):
         rows = {line["layer"]: line["by_head"] for line in results.lines if line["bench"] == "layer" and line["case"] == case}
-        image = panel.imshow(list(rows.values()), cmap="RdYlGn", vmin=0.5, vmax=1, aspect="auto",
-                             extent=(-0.5, len(next(iter(rows.values()))) - 0.5, max(rows) + 0.5, min(rows) - 0.5))
-        panel.set_xticks(range(len(next(iter(rows.values())))))
+        heads_of = len(next(iter(rows.values())))
+        by_layer = [rows.get(layer, [math.nan] * heads_of) for layer in range(min(rows), max(rows) + 1)]  # NaN: one that slides
+        image = panel.imshow(by_layer, cmap="RdYlGn", vmin=0.5, vmax=1, aspect="auto",
+                             extent=(-0.5, heads_of - 0.5, max(rows) + 0.5, min(rows) - 0.5))
+        panel.set_xticks(range(heads_of))
         panel.tick_params(labelsize=7)
         panel.set_title(label(case), fontsize=7)
     panels[0].set_ylabel("layer")
@@ -317,7 +319,8 @@ def quality(results, folder):
     figure, (*first, left, middle, right) = plt.subplots(1, panels, figsize=(2.6 * panels + 3.2, 0.55 * len(cases) + 1.6), sharey=True)
     rows = range(len(cases))
     for y, case in zip(rows, cases):
-        left.plot([low[case], high[case]], [y, y], color=colour(case), linewidth=2)
+        if None not in (low[case], high[case]):
+            left.plot([low[case], high[case]], [y, y], color=colour(case), linewidth=2)
         left.plot(perplexity[case] - perplexity["full"], y, "o", color=colour(case))
         middle.barh(y, 100 * mass[case], color=colour(case), height=0.6)
         middle.annotate(f"{100 * mass[case]:.1f} %", (100 * mass[case], y), va="center", ha="right", fontsize=8, color="white")
@@ -326,7 +329,8 @@ def quality(results, folder):
     for panel in first:
         least, most = results.select("quality", "divergence_low"), results.select("quality", "divergence_high")
         for y, case in zip(rows, cases):
-            panel.plot([1000 * least[case], 1000 * most[case]], [y, y], color=colour(case), linewidth=2)
+            if None not in (least[case], most[case]):  # which one step has none of
+                panel.plot([1000 * least[case], 1000 * most[case]], [y, y], color=colour(case), linewidth=2)
             panel.plot(1000 * divergence[case], y, "o", color=colour(case))
         panel.set_xlim(left=0)
         panel.set_title("KL from full, 1/1000 nat", fontsize=10)
@@ -493,12 +497,15 @@ def correction_frontier(results, folder):
 def main():
     if len(sys.argv) != 3:
         sys.exit("usage: python plot.py RESULTS.jsonl FOLDER")
+    if not Path(sys.argv[1]).is_file():
+        sys.exit(f"plot.py: {sys.argv[1]} is no file; give the results.jsonl of a run")
     results, folder = Results(sys.argv[1]), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
     pictures = (needles, quality, speed, depths, budgets, heads, queries, corrections, thresholds, lengths, stages, summary_frontier, correction_frontier)
-    for picture in pictures:
-        picture(results, folder)
     files = [folder / f"{picture.__name__}.png" for picture in pictures]
+    for picture, file in zip(pictures, files):
+        file.unlink(missing_ok=True)  # of other results
+        picture(results, folder)
     print("pictures: " + ", ".join(str(file) for file in files if file.exists()))
 
 

@@ -179,6 +179,8 @@ def main():
     if len(sys.argv) != 2:
         sys.exit("usage: python plot_evaluation.py FOLDER")
     folder = Path(sys.argv[1])
+    if not (folder / "cells").is_dir():
+        sys.exit(f"plot_evaluation.py: {folder} has no folder cells; give what evaluate.py wrote to, its --out")
     cells = [cell for cell in (folder / "cells").iterdir() if settings_at(cell)]
     newest = max(cells, key=lambda cell: (cell / "settings.json").stat().st_mtime, default=None)
     files = [file for length in evaluate.lengths_of(cells) for draw in (picture, costs)

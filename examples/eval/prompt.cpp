@@ -223,6 +223,11 @@ void prompt_cache::append_to(pipeline& pipeline, sequence_id sequence) const {
 
 key_basis prompt_cache::learn_basis(basis_rows rows, int rank) const {
   if (rows == basis_rows::pairs) return choose_pairs(rank);
+  if (rows == basis_rows::axes && rank > shape_.head_dim)
+    throw choice_error("a basis of " + std::to_string(rank) +
+                       " axes is for keys of at least as many numbers, and this "
+                       "model's have " +
+                       std::to_string(shape_.head_dim) + "; leave the row out by --variant");
   key_basis basis(shape_.layers, shape_.kv_heads, rank, shape_.head_dim);
   for (int layer = 0; layer < shape_.layers; ++layer)
     if (rows == basis_rows::axes)
@@ -246,11 +251,15 @@ std::vector<float> prompt_cache::queries_before(int layer, int end, int rows, co
 }
 
 key_basis prompt_cache::choose_pairs(int rank) const {
+  if (!shape_.pairs)
+    throw choice_error(
+        "rotary pairs are chosen of keys whose numbers all turn, and this model's file says of no such ones; "
+        "take another model");
   key_basis basis(shape_.layers, shape_.kv_heads, rank, shape_.head_dim);
   const int rows = std::min(tokens_, rows_that_choose);
   for (int layer = 0; layer < shape_.layers; ++layer)
     basis.choose_pairs(layer, float_keys(layer), queries_before(layer, tokens_, rows, "rotary pairs"), rows,
-                       shape_.rotary ? shape_.rotary->of : rotary_pairs::halves);
+                       *shape_.pairs);
   return basis;
 }
 

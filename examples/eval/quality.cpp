@@ -131,8 +131,7 @@ std::vector<quality_of_texts> quality_of_all(job& j, std::span<const row_to_meas
   measure(j.prompt(), j.text(), "");
   for (const std::string& path : a.more_texts) {
     const auto tokens = first_tokens(j.model(), path, a.prompt + steps + 1);
-    const bool is_lender = std::filesystem::path(path) == std::filesystem::path(a.needle_text);
-    measure(j.prepare(std::span(tokens).first(to_size(a.prompt)), is_lender ? a.text : a.needle_text), tokens,
+    measure(j.prepare(std::span(tokens).first(to_size(a.prompt)), path), tokens,
             " on " + std::filesystem::path(path).filename().string());
   }
   return all;

@@ -271,7 +271,7 @@ void compare_lengths(job& j) {
       {"tokens/s (attention ms/token), " + std::to_string(a.common.threads) + " threads"}};
   for (const int length : a.lengths) {
     const auto tokens = j.text().first(to_size(length));
-    const prepared_prompt prompt = j.prepare(tokens, a.needle_text, true);
+    const prepared_prompt prompt = j.prepare(tokens, a.text, true);
     const auto speeds = speed_measurement(j.principal(), a.common, j.model(), prompt, tokens, j.text(),
                                           j.place(), how, j.progress())
                             .measure();

@@ -1,15 +1,18 @@
 // Questions from a file, put to every contender.
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <cmath>
 #include <deque>
 #include <filesystem>
 #include <freekv/core/size.hpp>
+#include <initializer_list>
 #include <iostream>
 #include <map>
 #include <numeric>
 #include <optional>
+#include <random>
 
 #include "generation.hpp"
 #include "job.hpp"
@@ -319,6 +322,16 @@ struct outcomes {
   }
 };
 
+/// Of a sample of a question of a line: another for each, and the same for every method.
+std::uint64_t seed_of(std::uint64_t seed, std::initializer_list<int> which) {
+  std::vector<std::uint32_t> all{static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)};
+  for (const int number : which) all.push_back(static_cast<std::uint32_t>(number));
+  std::seed_seq mixed(all.begin(), all.end());
+  std::array<std::uint32_t, 2> halves{};
+  mixed.generate(halves.begin(), halves.end());
+  return std::uint64_t{halves[0]} << 32 | halves[1];
+}
+
 /// One question that is put to one contender.
 class asking {
  public:
@@ -329,7 +342,7 @@ class asking {
     } else if (!asked_.answers.empty()) {
       for (int sample = 0; sample < std::max(1, j.options().samples); ++sample) {
         sampling how = j.options().samples > 0 ? j.options().sampled : sampling{};
-        how.seed += static_cast<std::uint64_t>(sample);
+        how.seed = seed_of(how.seed, {t.asked.line, static_cast<int>(nth), sample});
         answers_.emplace_back(j.model(), asked_, how);
       }
     }
@@ -607,7 +620,7 @@ void compare_tasks(job& j) {
   engine decoding(j.model(), {.threads = a.common.threads, .context = rows, .rows = rows, .sequences = rows});
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     const tokenized_task& t = tasks[i];
-    const prepared_prompt prompt = j.prepare(t.prompt, a.needle_text);
+    const prepared_prompt prompt = j.prepare(t.prompt, "");
     std::map<std::string, std::vector<std::size_t>> here;
     for (std::size_t nth = 0; nth < t.questions.size(); ++nth) {
       const std::string& group = t.asked.questions[nth].group;

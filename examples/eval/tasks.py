@@ -322,6 +322,8 @@ def main(arguments):
         parser.error(f"a length of {min(wanted.lengths)} tokens has no room for facts; give 256 or more")
     if wanted.prompts is not None and wanted.prompts < 1:
         parser.error(f"--prompts {wanted.prompts} is below 1")
+    if not Path(wanted.out).absolute().parent.is_dir():
+        parser.error(f"{wanted.out}: there is no folder {Path(wanted.out).parent}")
     lines = list(make(wanted.tasks, wanted.lengths, wanted.seed, wanted.characters, wanted.prompts))
     Path(wanted.out).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="ascii")
     questions = sum(len(line["questions"]) for line in lines)

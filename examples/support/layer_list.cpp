@@ -91,6 +91,8 @@ std::vector<int> share_units(std::span<const std::vector<double>> losses, int to
     if (loss.size() <= to_size(most))
       throw std::invalid_argument("share_units: losses with up to " + std::to_string(most) +
                                   " units are asked for, and " + std::to_string(loss.size()) + " are there");
+    if (!std::all_of(loss.begin(), loss.end(), [](double x) { return std::isfinite(x); }))
+      throw std::invalid_argument("share_units: a loss is not finite");
     savings.push_back(savings_of(loss, least, most));
   }
   for (int left = total - least * layers; left > 0; --left) {

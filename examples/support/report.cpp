@@ -28,6 +28,9 @@ void json_lines::add(const std::string& bench, const std::string& of_case, const
   if (!more.is_null()) line.update(more);
   file_ << line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
         << std::endl;  // generated text may end in half a character
+  if (!file_)
+    throw file_error("'" + path_ + ".part' cannot be written, as on a full disk; it has the lines before '" +
+                     metric + "' of " + of_case);
 }
 
 void json_lines::add(const std::string& bench, const std::string& of_case, const std::string& metric,
@@ -52,14 +55,6 @@ void progress_line::operator()(const std::string& what, double done) {
     std::cerr << what << " ..." << std::endl;
     last_ = what;
   }
-}
-
-interval paired_difference(const std::vector<double>& a, const std::vector<double>& b) {
-  const auto n = static_cast<double>(a.size());
-  double sum = 0, squares = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) sum += a[i] - b[i];
-  for (std::size_t i = 0; i < a.size(); ++i) squares += std::pow(a[i] - b[i] - sum / n, 2);
-  return {sum / n, n > 1 ? 1.96 * std::sqrt(squares / (n - 1) / n) : std::nan("")};
 }
 
 std::string table(const std::vector<std::vector<std::string>>& rows) {

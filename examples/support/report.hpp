@@ -19,7 +19,7 @@ namespace freekv::examples {
 /// goes before that, and `more`, of a line alone, before both.
 class json_lines {
  public:
-  /// `run`: what holds for every line. Throws file_error.
+  /// `run`: what holds for every line. It and what adds lines throw file_error where they cannot be written.
   json_lines(const std::string& path, nlohmann::ordered_json run);
   void add(const std::string& bench, const std::string& of_case, const std::string& metric, double value,
            const std::string& unit, const nlohmann::ordered_json& more = {});
@@ -47,13 +47,6 @@ class progress_line {
  private:
   std::string last_;
 };
-
-/// A mean and the half-width of its 95 % confidence interval: NaN for one value.
-struct interval {
-  double mean = 0, half_width = 0;
-};
-/// Of the differences `a[i] - b[i]`, taken as independent.
-interval paired_difference(const std::vector<double>& a, const std::vector<double>& b);
 
 /// Columns padded to their widest cell; the first is aligned left, the others right.
 std::string table(const std::vector<std::vector<std::string>>& rows);

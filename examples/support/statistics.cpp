@@ -112,6 +112,7 @@ double mcnemar(int only_first, int only_second) {
 }
 
 double median(std::vector<double> values) {
+  if (values.empty()) throw std::invalid_argument("a median of no value");
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
   if (values.size() % 2 != 0) return *middle;
@@ -133,6 +134,7 @@ estimate median_interval(std::vector<double> values) {
 }
 
 double percentile(std::vector<double> values, double share) {
+  if (values.empty()) throw std::invalid_argument("a percentile of no value");
   const auto n = static_cast<double>(values.size());
   const auto at = to_size(std::clamp(std::ceil(share * n) - 1, 0.0, n - 1));
   std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(at), values.end());

@@ -33,7 +33,7 @@ estimate share_of(int hits, int all);
 /// one of them has right: McNemar's test, exact and two-sided. 1 without such questions.
 double mcnemar(int only_first, int only_second);
 
-/// Of at least one value; of an even number the mean of the two in the middle.
+/// Of an even number of values the mean of the two in the middle. Throws std::invalid_argument for none.
 double median(std::vector<double> values);
 
 /// The median of what the values were drawn from: between two of the sorted values, by the binomial
@@ -42,7 +42,7 @@ double median(std::vector<double> values);
 estimate median_interval(std::vector<double> values);
 
 /// The value that a share of `values`, from 0 to 1, is not above: of the sorted values the one at ceil(share
-/// * n).
+/// * n). Throws std::invalid_argument for none.
 double percentile(std::vector<double> values, double share);
 
 }  // namespace freekv::examples

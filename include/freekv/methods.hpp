@@ -1,6 +1,6 @@
 // The table of methods, published ones and ours: `methods::quest::pipeline<kv_shape<half, 128>>`. Programs'
 // names, `--variant` and the table of docs/policies.md are made from it. Values that a method gives at run
-// time are members under the setting's name: `s.selection = methods::twilight::selection`.
+// time are members under the setting's name, which `give_values<methods::twilight>(settings)` hands on.
 #pragma once
 
 #include <freekv/backend/host/evict.hpp>
@@ -34,6 +34,14 @@ struct named_eviction {
   template <class Shape, class... Backend>
   using pipeline = evicting_pipeline<Shape, Eviction, Backend...>;
 };
+
+/// Gives settings of a method's pipeline the values that it is published with, such as twilight's share of
+/// 0.85 or the delta of `freekv_key_codes_sticky`; its type has the policies alone, with their own defaults.
+template <class Method, class Settings>
+void give_values(Settings& settings) {
+  if constexpr (requires { Method::selection; }) settings.selection = Method::selection;
+  if constexpr (requires { Method::correction; }) settings.correction = Method::correction;
+}
 
 /// Methods: each has its name, what it does in a sentence, and where it was published, nothing for ours.
 namespace methods {

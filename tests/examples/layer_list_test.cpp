@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <sstream>
@@ -85,6 +86,9 @@ TEST_CASE("units go where they save most", "[layers]") {
                     "share_units: 13 units are not from 0 to 4 for each of 3 layers");
   CHECK_THROWS_WITH(share_units(losses, 2, 1, 4),
                     "share_units: 2 units are not from 1 to 4 for each of 3 layers");
+  auto endless = losses;
+  endless.front().back() = std::numeric_limits<double>::infinity();
+  CHECK_THROWS_WITH(share_units(endless, 6, 0, 4), "share_units: a loss is not finite");
   CHECK_THROWS_WITH(share_units(losses, 6, 0, 5),
                     "share_units: losses with up to 5 units are asked for, and 5 are there");
 }

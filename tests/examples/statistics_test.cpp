@@ -145,6 +145,8 @@ TEST_CASE("Wilson's interval and McNemar's test are those of the books", "[stati
 }
 
 TEST_CASE("a percentile is one of the values", "[statistics]") {
+  CHECK_THROWS_AS(percentile({}, 0.5), std::invalid_argument);
+  CHECK_THROWS_AS(median({}), std::invalid_argument);
   std::vector<double> values;
   for (int i = 100; i > 0; --i) values.push_back(i);
   CHECK(percentile(values, 0.99) == 99);

@@ -268,6 +268,8 @@ TEST_CASE("the model's shape is read from its graph") {
   CHECK(shape.head_dim % 8 == 0);
   CHECK(shape.scale == Approx(1 / std::sqrt(shape.head_dim)));
   CHECK(shape.trained_context > 0);
+  REQUIRE(shape.pairs.has_value());  // as of every model whose keys turn whole
+  if (shape.rotary) CHECK(shape.rotary->of == *shape.pairs);
   std::string again;
   for (const auto token : shared_model().tokenize(text, false)) {
     CHECK((token >= 0 && token < shape.vocabulary));

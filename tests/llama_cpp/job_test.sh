@@ -15,7 +15,11 @@ common=(--model "$model" --text "$texts/hacker-folklore.txt" --threads 1)  # of 
 for wrong in "--model $0" "--text $0 --prompt 50000" "--variant nonsense" "--budget 100" "--variant razor_attention" \
   "--section nonsense" "--section generate" "--section continuation" "--own-continuation 3" "--tasks $0 --section tasks" "--temperature -1" "--top-p 0.5" "--top-p 0 --temperature 1" \
   "--samples 2" "--section batch" "--batch 1" \
-  "--batch 100000" "--batch 4 --prompt 16000" "--section draft" "--draft 1" "--draft 13 --steps 12"; do
+  "--batch 100000" "--batch 4 --prompt 16000" "--section draft" "--draft 1" "--draft 13 --steps 12" \
+  "--section stages --prompt 50000" "--prompt 2147483647" "--section queries --steps 1" "--complete-layers -1" "--basis-tokens 0" \
+  "--section hard_kv --complete-layers 30" "--section frontier --frontier-summary key_signatures" "--correction always=0.3" \
+  "--correction verified_share=0.1,3.9" "--correction every_n_steps=1e20" "--head-list snapkv=$0" \
+  "--text $texts/../texts/genesis.txt"; do  # the last with rows that would learn another text's keys of itself
   status=0
   # shellcheck disable=SC2086
   "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/wrong" $wrong \

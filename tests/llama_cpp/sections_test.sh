@@ -10,7 +10,7 @@ common=(--model "$model" --text "$texts/hacker-folklore.txt" --threads 1)  # of 
 python3 -B "$texts/../tasks.py" "$folder/made.jsonl" --lengths 300 --prompts 1 --tasks needles multivalue variables
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/made" \
   --section tasks --tasks "$folder/made.jsonl" --variant streaming_llm --variant quest --variant freekv_long_inputs --budget 256 --commit smoke
-sed 's/^{/{"stop": "\\n", /' "$texts/tasks.jsonl" >"$folder/stops.jsonl"
+for _ in 1 2; do sed 's/^{/{"stop": "\\n", /' "$texts/tasks.jsonl"; done >"$folder/stops.jsonl"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/chat" \
   --section tasks --tasks "$folder/stops.jsonl" --variant streaming_llm --budget 256 --chat --samples 3 --temperature 0.8 \
   --top-p 0.9 --commit smoke
@@ -24,7 +24,11 @@ for layer in $(seq 1 29); do echo "$layer 4"; done >"$folder/voters.txt"
   --section batch --section draft --batch 3 --draft 4 --variant freekv --variant freekv_key_codes_deficit --prompt 500 \
   --steps 12 --budget 256 --commit smoke
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/papers" \
-  --section quality --section hard_kv --section arkv --variant streaming_llm --variant freekv_key_codes_units --correction always --prompt 500 --steps 4 --budget 256 --commit smoke
+  --section quality --section hard_kv --section arkv --section budgets --budgets 256 --deep-steps 2 \
+  --variant streaming_llm --variant freekv_key_codes_units --correction always --prompt 500 --steps 4 --budget 256 --commit smoke
+"$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/drafts" \
+  --section draft --draft 2 --variant snapkv --variant magicpig --prompt 300 --steps 2 --budget 256 --commit smoke 2>"$folder/drafts.err"
+[[ $(grep -c "left out of drafts" "$folder/drafts.err") == 2 ]]
 "$programs/freekv-record" "${common[@]}" --prompt 300 --steps 20 --layers 3,12 --out "$folder/traces"
 "$programs/freekv-basis" --model "$model" --threads 1 --text "$texts/genesis.txt" --tokens 300 --rank 24 --out "$folder/basis.safetensors"
 "$programs/freekv-basis" --model "$model" --threads 1 --text "$texts/genesis.txt" --tokens 300 --rank 24 --pairs --out "$folder/pairs.safetensors"
@@ -64,7 +68,9 @@ asked = [l for l in results("made") if l["bench"] == "task" and l["case"] == "fu
 assert [l["question"] for l in asked] == [*range(8), 0, 0, 1] and all(l["loss"] > 0 for l in asked)
 chat = results("chat")
 sampled = [l for l in chat if l["bench"] == "task" and "samples" in l]
-assert len(sampled) == 4 and all(len(l["samples"]) == 3 and 0 <= l["right_samples"] <= 3 for l in sampled)
+assert len(sampled) == 8 and all(len(l["samples"]) == 3 and 0 <= l["right_samples"] <= 3 for l in sampled)
+of_full = [l["samples"] for l in sampled if l["case"] == "full"]
+assert of_full[:2] != of_full[2:]  # the same questions again, and other random numbers
 assert not any("\n" in text.strip() for l in sampled for text in l["samples"])
 assert len({text for l in sampled for text in l["samples"]}) > len(sampled)
 passes = {(l["case"], l["k"]): l["value"] for l in chat if l["metric"] == "pass"}
@@ -87,6 +93,8 @@ over = [(l["case"], l["truth"]) for l in full if l["metric"] == "divergence_over
 assert len(set(over)) == len(over) == 7 * 4 + 4 * 3 and ("freekv", truths[3]) in over
 corrected = {l["case"]: l["value"] for l in results("papers") if (l["bench"], l["metric"]) == ("quality", "corrected")}
 assert set(corrected) == {"full", "streaming_llm", "freekv_key_codes_units", "freekv_key_codes, always", "freekv_key_codes_units, always"}
+assert {l["case"] for l in results("papers") if l["bench"] == "budget"} == set(corrected)
+assert {l["case"] for l in results("drafts")} == {"full", "llama.cpp, flash attention on"}
 assert corrected["freekv_key_codes, always"] == corrected["freekv_key_codes_units, always"] == 1 > corrected["freekv_key_codes_units"]
 heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention")]
 assert len(heads) == 29 and all(abs(head[0] - 1) < 1e-5 > head[2] - 1 for head in heads)  # head 0 keeps everything

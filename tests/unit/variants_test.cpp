@@ -54,8 +54,7 @@ std::string printed_summary(const Summary& summary) {
 template <class Variant>
 policies of_type() {
   typename Variant::template pipeline<freekv::kv_shape<float, 64>>::settings s;
-  if constexpr (requires { Variant::selection; }) s.selection = Variant::selection;
-  if constexpr (requires { Variant::correction; }) s.correction = Variant::correction;
+  freekv::give_values<Variant>(s);
   return {printed_summary(s.summary), printed(s.pooling),    printed(s.selection), printed(s.pinning),
           printed(s.scope),           printed(s.correction), printed(s.residency), printed(s.codec),
           plan_name(s.plan),          s.unit.tokens};

@@ -63,7 +63,7 @@ Settings settings_for(const engine_options& o) {
   s.capacity.max_decode_rows = o.draft;
   s.capacity.store_tokens = o.store_tokens;
   s.capacity.selected_tokens = o.selected_tokens;
-  if constexpr (requires { Method::selection; }) s.selection = Method::selection;
+  give_values<Method>(s);
   if constexpr (requires { s.correction.tau; }) s.correction.tau = o.tau;
   return s;
 }

@@ -131,6 +131,11 @@ std::string flags_of(const method_spec& m) {
   if (m.plan == "eviction") return "forgets all but sink + window + k * page tokens, see below" + heads;
   const method_spec published;
   std::string text = "--summary " + m.summary + " --correction " + m.correction;
+  if (m.partial) text += " --partial";
+  if (m.correction == cosine_drift::name && m.tau != published.tau)
+    text += " --tau " + freekv::detail::decimal(m.tau);
+  if (m.selection == top_p::name && m.top_p != published.top_p)
+    text += " --top-p " + freekv::detail::decimal(m.top_p);
   if (m.pooling != published.pooling) text += " --pooling " + m.pooling;
   if (m.selection != published.selection) text += " --selection " + m.selection;
   if (m.rows != published.rows) text += " --rows " + m.rows;
