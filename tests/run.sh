@@ -2,6 +2,7 @@
 # The tests: installs what they need, builds with warnings as errors, runs them, first those of several threads under
 # ThreadSanitizer, then under AddressSanitizer and UndefinedBehaviorSanitizer, then as released. No GPU is needed; what needs
 # one is reported as skipped. Where FREEKV_PTXCPU names the sources of ptxcpu, an interpreter of PTX, device code runs on that.
+[[ ${1:-} != --help ]] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit; }
 source "$(dirname "$0")/../cmake/bootstrap.sh"
 cd "$root"
 started=$SECONDS

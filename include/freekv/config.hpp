@@ -20,6 +20,10 @@
 #error "FreeKV needs nvcc 13.0 or newer: this CUDA toolkit is older."
 #endif
 
+#if !__has_include(<cuda/std/mdspan>) || !__has_include(<cuda_bf16.h>)
+#error "FreeKV needs the headers of CUDA 13: -isystem CUDA/include/cccl -isystem CUDA/include, by its folder."
+#endif
+
 #if defined(__FAST_MATH__)
 #error "FreeKV treats NaN and infinity as data: compile without -ffast-math (or -Ofast)."
 #endif

@@ -262,6 +262,25 @@ TEMPLATE_LIST_TEST_CASE("what is not finite in one head's query or one value's e
   }
 }
 
+TEMPLATE_LIST_TEST_CASE("outputs are finite while values times tokens are", "[attention]", shapes) {
+  using element = typename TestType::element;
+  dice d(11);
+  for (int trial = 0; trial < some_of(12); ++trial) {
+    auto c = make_attention<TestType>(d);
+    if (trial % 2 == 0) std::fill(c.query.begin(), c.query.end(), 0.0f);  // all tokens weigh the same
+    const float most = std::is_same_v<element, half> ? 65504.0f : 3.3e38f / static_cast<float>(c.total());
+    for (float& value : c.values) value = trial % 3 == 0 ? most : std::copysign(most, value);
+    c.values = values_of(stored_as<element>(c.values));
+    const executor on = executors()[count(trial) % executors().size()];
+    for (const auto& got : {attend_whole(on, c), attend_by(on, c, random_parts(d, c))}) {
+      CHECK(std::all_of(got.out.begin(), got.out.end(), [](float x) { return std::isfinite(x); }));
+      for (const float x : got.out) CHECK(std::fabs(x) <= 1.01f * most);  // as stored
+      if (trial % 3 == 0)
+        for (const float x : got.out) CHECK(x >= 0.99f * most);
+    }
+  }
+}
+
 TEMPLATE_LIST_TEST_CASE("scores far apart leave the best token's value alone", "[attention]", shapes) {
   constexpr int d_ = TestType::d;
   dice d(7);

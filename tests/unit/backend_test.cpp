@@ -147,6 +147,15 @@ TEST_CASE("what a loop wrote is there when it returns, without atomics", "[threa
   CHECK(wrong == 0);
 }
 
+TEST_CASE("a loop of more tasks than a ticket counts runs each once", "[thread_pool]") {
+  thread_pool pool(2);
+  for (const int tasks : {(1 << 24) - 1, 1 << 24}) {
+    std::vector<std::uint8_t> times(static_cast<std::size_t>(tasks));
+    pool.run(tasks, 1, [&](int task, int) { ++times[static_cast<std::size_t>(task)]; });
+    CHECK(std::count(times.begin(), times.end(), 1) == tasks);
+  }
+}
+
 TEST_CASE("without helpers, and for one task, the caller works alone", "[thread_pool]") {
   thread_pool pool(4);
   const auto caller = std::this_thread::get_id();

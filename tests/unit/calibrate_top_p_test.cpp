@@ -116,6 +116,19 @@ TEST_CASE("temperatures are the same where keys are stored in units of a power o
   }
 }
 
+TEST_CASE("a key that is NaN has no mass, as in a selection", "[top_p]") {
+  dice d(23);
+  for (const bool by_means : {false, true}) {
+    selecting_case c(d, 0.8f);
+    c.by_means = by_means;
+    const std::vector<float> before = c.calibrated();
+    std::fill_n(c.keys.begin() + 100 * c.kv_heads * c.d, c.d, quiet_nan);  // of the first KV head
+    const std::vector<float> now = c.calibrated();
+    CHECK(now[1] == before[1]);
+    CHECK(std::fabs(now[0] / before[0] - 1) < 0.2f);
+  }
+}
+
 TEST_CASE("by calibrated temperatures as many pages are selected as have p of the attention", "[top_p]") {
   dice d(21);
   int otherwise = 0;

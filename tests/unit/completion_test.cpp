@@ -464,9 +464,11 @@ TEST_CASE("what a correction has scored completes attention as what attention sc
                        .completion = s.completion,
                        .route = s.route},
                       backend);
-    const rows_of_text text(dice, s.capacity.max_tokens, s);
+    rows_of_text text(dice, s.capacity.max_tokens, s);
     INFO(of << ", " << alone.name() << ", trial " << trial);
     const int tokens = 6 * of.page + dice.below(6 * of.page);
+    if (dice.below(3) == 0)  // a query head of one row, which is no matter for the step's other rows
+      text.q[count(tokens + dice.below(3)) * text.query_row + count(dice.below(of.group) * d)] = quiet_nan;
     const auto first = alone.open(), second = together.open();
     run(alone, first, text, tokens, step_phase::prefill);
     run(together, second, text, tokens, step_phase::prefill);
@@ -475,6 +477,33 @@ TEST_CASE("what a correction has scored completes attention as what attention sc
       CHECK(run(alone, first, text, rows, step_phase::decode) ==
             run(together, second, text, rows, step_phase::decode));
     }
+  }
+}
+
+TEST_CASE("a query head of NaN among a prompt's last rows leaves pages' values to the others",
+          "[completion]") {
+  dice dice(seed(79));
+  for (int trial = 0; trial < some_of(10); ++trial) {
+    sizes of = random_sizes(dice);
+    of.group = dice.one_of({2, 3, 8});
+    const auto basis = random_basis(dice, of.kv_heads, d, d);
+    const auto s = settings_of(of, basis, dice);
+    freekv::host_backend backend;
+    completed pipeline(s, backend);
+    const rows_of_text text(dice, s.capacity.max_tokens, s);
+    rows_of_text spoilt = text;
+    spoilt.q[count(8 * of.page - 1) * text.query_row] = quiet_nan;  // of the prompt's last row
+    INFO(of << ", " << pipeline.name() << ", trial " << trial);
+    std::vector<output> got;
+    for (const rows_of_text* rows : {&text, &std::as_const(spoilt)}) {
+      const auto id = pipeline.open();
+      append_without_queries(pipeline, id, *rows, 5 * of.page);
+      run(pipeline, id, *rows, 3 * of.page, step_phase::prefill);
+      got.push_back(run(pipeline, id, text, 1, step_phase::decode));
+    }
+    // With exact scores a log-sum-exp has the masses of all pages that have a value.
+    for (std::size_t head = 0; head < got[0].lse.size(); ++head)
+      CHECK(is_near(got[0].lse[head], got[1].lse[head], 1e-5));
   }
 }
 

@@ -226,7 +226,6 @@ TEST_CASE(
         const pipeline_type without(needs, backend, {&slow, &own_fast});
         CHECK(own_fast.sum() == of_own.fast_bytes());
       }
-      slow.taken.clear();
       CHECK(theirs.bytes().slots == 0);
       CHECK(own.bytes().slots > 0);
       std::size_t nth = 0;

@@ -660,6 +660,11 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
   refuses({"scale is not finite"}, [](auto& s) { s.attention.scale = inf; });
   refuses({"scale is not finite"}, [](auto& s) { s.attention.scale = quiet_nan; });
   refuses({"selection_scale is not finite"}, [](auto& s) { s.attention.selection_scale = inf; });
+  refuses({"complete_first has -3 layers"},
+          [](auto& s) { s.plan = freekv::complete_first<freekv::dynamic>{-3}; });
+  refuses({"scale is not finite, or below 0"}, [](auto& s) { s.attention.scale = -1.0f; });
+  refuses({"selection_scale is not finite, or below 0"},
+          [](auto& s) { s.attention.selection_scale = -0.1f; });
   refuses({"tau is NaN"}, [](auto& s) { s.correction = freekv::cosine_drift{.tau = quiet_nan}; });
   refuses({"tau is NaN"}, [](auto& s) {
     s.correction = freekv::cosine_drift{.tau_of_layer = {0.9f, quiet_nan, 0.9f}};

@@ -1,6 +1,5 @@
 // The pipeline of methods that forget: what it keeps, what it takes, what it refuses.
 
-#include <memory_resource>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -666,6 +665,36 @@ TEST_CASE("settings that contradict each other are refused", "[eviction][errors]
           [](auto& s) { s.eviction = freekv::r_kv{.interval = no_int_is_more}; });
   refuses("room for 2147483647 decoded tokens; give at least 1, and room for a page, at most 536870912",
           [](auto& s) { s.eviction = freekv::raas{.room = no_int_is_more, .keeps_prompt = true}; });
+  refuses("lazy_eviction: a window of 40 rows is not from 1 to below the budget of 40",
+          [](auto& s) { s.eviction = freekv::lazy_eviction{.window = 40}; });
+  refuses("lazy_eviction: threshold is NaN",
+          [](auto& s) { s.eviction = freekv::lazy_eviction{.window = 8, .threshold = quiet_nan}; });
+  refuses("pyramid_kv: a beta of 0 is below 1", [](auto& s) {
+    freekv::pyramid_kv policy;
+    policy.beta = 0;
+    s.eviction = policy;
+  });
+  for (const float p : {0.0f, 1.01f, quiet_nan})
+    refuses("hard_kv: p of ", [&](auto& s) { s.eviction = freekv::hard_kv{.p = p, .window = 8}; });
+  refuses("q_hitter: heavy of 0.8 beside a recent of 0.25", [](auto& s) {
+    freekv::q_hitter policy;
+    policy.heavy = 0.8f;
+    s.eviction = policy;
+  });
+  const auto infinite = std::numeric_limits<float>::infinity();
+  for (const float gamma : {-1.0f, infinite, quiet_nan}) {
+    refuses("cake: a gamma of ", [&](auto& s) { s.eviction = freekv::cake{.window = 8, .gamma = gamma}; });
+    refuses("arkv_origin: a gamma of ", [&](auto& s) {
+      freekv::arkv_origin policy;
+      policy.window = 8, policy.gamma = gamma;
+      s.eviction = policy;
+    });
+  }
+  refuses("taus of 0 and 0.6", [](auto& s) { s.eviction = freekv::cake{.window = 8, .tau1 = 0.0f}; });
+  refuses("razor_attention_compensated has kinds for 2 heads", [](auto& s) {
+    s.eviction =
+        freekv::razor_attention_compensated{.kinds = std::span(kinds_of_heads).first(2), .kv_heads = 2};
+  });
   refuses("max_prompt is -1", [](auto& s) { s.capacity.max_prompt = -1; });
   refuses("max_prompt is 0 and max_generated 0",
           [](auto& s) { s.capacity.max_prompt = s.capacity.max_generated = 0; });

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <map>
-#include <memory_resource>
 #include <new>
 #include <set>
 #include <vector>

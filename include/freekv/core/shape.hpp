@@ -25,10 +25,10 @@ struct count_of<dynamic> {
 /// Element type of keys and values, and the number of elements in one key. Head counts are run-time values.
 template <element Element, int HeadDim>
 struct kv_shape {
-  static_assert(HeadDim >= 8 && HeadDim <= 256 && HeadDim % 8 == 0,
-                "head_dim must be a multiple of 8 from 8 to 256");
   using element_type = Element;
   static constexpr int head_dim = HeadDim;
+  static_assert(HeadDim >= 8 && HeadDim <= 256 && HeadDim % 8 == 0,
+                "head_dim must be a multiple of 8 from 8 to 256");  // last: compilers know the members then
 };
 
 /// `group = query_heads / kv_heads` query heads share one KV head; any integer from 1 up.

@@ -493,7 +493,9 @@ class evicting_pipeline {
     if (r.tokens > most - has)
       throw pool_exhausted(
           (decodes ? "decoded tokens of " : "prompt tokens of ") + detail::name_of(r.sequence), most, has,
-          "the step", r.tokens);
+          "the step", r.tokens,
+          decodes ? "raise capacity.max_generated in the settings"
+                  : "raise capacity.max_prompt in the settings");
   }
   detail::eviction_entry entry_of(const step_input& r) {
     record& sequence = records_[to_size(static_cast<int>(r.sequence))];

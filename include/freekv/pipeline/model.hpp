@@ -58,8 +58,9 @@ struct attention_settings {
   [[gnu::cold]] void fill_in(const model_settings& model, int head_dim) {
     if (scale == 0.0f) scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
     if (selection_scale == 0.0f) selection_scale = scale;
-    if (!std::isfinite(scale)) throw settings_error("scale is not finite");
-    if (!std::isfinite(selection_scale)) throw settings_error("selection_scale is not finite");
+    if (!(scale > 0.0f && std::isfinite(scale))) throw settings_error("scale is not finite, or below 0");
+    if (!(selection_scale > 0.0f && std::isfinite(selection_scale)))
+      throw settings_error("selection_scale is not finite, or below 0");
     if (!(soft_cap >= 0.0f && std::isfinite(soft_cap)))
       throw settings_error("soft_cap is " + std::to_string(soft_cap) +
                            "; choose a positive number, or 0 for none");

@@ -166,7 +166,7 @@ class sequence_table {
   prefix take(int pages) {
     if (pages > limits_.max_tokens / limits_.page_tokens)
       throw pool_exhausted("tokens of a sequence", limits_.max_tokens, 0, "the prefix",
-                           long{pages} * limits_.page_tokens);
+                           long{pages} * limits_.page_tokens, "raise capacity.max_tokens in the settings");
     if (pages > pool_.available())
       throw pool_exhausted("page pool", pool_.capacity(), pool_.capacity() - pool_.available(), "the prefix",
                            pages);
@@ -300,7 +300,7 @@ class sequence_table {
     expect_resident(call, r.sequence);
     if (r.tokens > limits_.max_tokens - sequence.tokens)
       throw pool_exhausted("tokens of " + name_of(r.sequence), limits_.max_tokens, sequence.tokens,
-                           "the step", r.tokens);
+                           "the step", r.tokens, "raise capacity.max_tokens in the settings");
   }
   /// The page that the next row goes to, where there is one that is not full.
   store_page_id open_page(sequence_id id) const {

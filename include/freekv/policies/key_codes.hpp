@@ -194,7 +194,8 @@ struct key_codes {
                            text(s.unit.tokens) + "; choose an even number");
     if (books.data == nullptr)
       throw settings_error(
-          "key_codes needs its codebooks as data: learn them from the prompt's keys or a text");
+          "key_codes needs its codebooks as data, `books`: learn them from the prompt's keys or a text, as "
+          "examples/support/codebooks.hpp does");
     if (books.codes != codes || books.mean_codes != mean_codes || books.head_dim != s.unit.head_dim ||
         books.layers < s.layers || books.kv_heads != s.kv_heads ||
         books.codes * books.dims > books.head_dim || books.mean_codes * books.mean_dims > books.head_dim)

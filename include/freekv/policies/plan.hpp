@@ -30,12 +30,16 @@ enum class layer_kind : std::uint8_t {
 template <int Layers = 1, layer_kind Rest = layer_kind::retrieval>
 struct complete_first {
   using policy_kind = plan_kind;
-  using hooks = hook_list<hook::values>;
+  using hooks = hook_list<hook::validate, hook::values>;
   static constexpr std::string_view name = Rest == layer_kind::window    ? "complete_first_then_window"
                                            : Rest == layer_kind::sliding ? "complete_first_then_sliding"
                                                                          : "complete_first";
   count_of<Layers> layers{};
   std::string values() const { return std::to_string(int{layers}); }
+  void validate(int, int) const {
+    if (layers < 0)
+      throw settings_error("complete_first has " + std::to_string(int{layers}) + " layers; 0 or more");
+  }
   constexpr layer_kind kind(int layer) const { return layer < layers ? layer_kind::complete : Rest; }
 };
 

@@ -277,16 +277,23 @@ struct cake {
     return of;
   }
   void allocate(const statistic* of, const eviction_heads& over, int* budgets) const {
-    const auto preference = [&](int layer) {
+    const auto log_preference = [&](int layer) {
       statistic all;
       for (int head = 0; head < over.kv_heads; ++head) {
         all.entropy += of[layer * over.kv_heads + head].entropy;
         all.variance += of[layer * over.kv_heads + head].variance;
       }
-      return std::pow(all.entropy, 1.0 / static_cast<double>(tau1)) *
-             std::pow(all.variance, 1.0 / static_cast<double>(tau2));
+      return std::log(all.entropy) / static_cast<double>(tau1) +
+             std::log(all.variance) / static_cast<double>(tau2);
     };
-    double sum = 0.0;
+    // Beside the largest one, as powers of small taus overflow; those that are all 0 leave budgets as they
+    // are.
+    double most = -HUGE_VAL, sum = 0.0;
+    for (int layer = 0; layer < over.layers; ++layer) most = std::max(most, log_preference(layer));
+    const auto preference = [&](int layer) {
+      const double share = std::exp(log_preference(layer) - most);
+      return share > 0.0 ? share : 0.0;  // no NaN
+    };
     for (int layer = 0; layer < over.layers; ++layer) sum += preference(layer);
     if (!(sum > 0.0)) return;
     // A layer's budget beside the window, which all heads of it have; the first head's holds it meanwhile.
@@ -323,10 +330,10 @@ struct cake {
   }
   void validate(const eviction_limits& most) const {
     detail::check_window(name, window, 32, kernel, 5, most);
-    if (!(gamma >= 0.0f) || !(tau1 > 0.0f) || !(tau2 > 0.0f))
+    if (!(gamma >= 0.0f && gamma < HUGE_VALF) || !(tau1 > 0.0f) || !(tau2 > 0.0f))
       throw settings_error("cake: a gamma of " + detail::decimal(gamma) + " and taus of " +
                            detail::decimal(tau1) + " and " + detail::decimal(tau2) +
-                           "; gamma is 0 or more, taus are above 0");
+                           "; gamma is 0 or more and finite, taus are above 0");
   }
 
  private:
@@ -514,9 +521,13 @@ static_assert(eviction_policy<epi_cache>);
 /// attention within blocks, which an engine measures once for a model. With these scaled from 0 to 1 a
 /// layer's weight is (1 - similarity) to the power of `alpha`, its part of all budgets that of all weights,
 /// rounded down, and at least a quarter of `budget`, so that the sum may be larger than `layers` times that.
-/// As in the published code; all are `budget` where no layer differs. Writes `budgets` (layers).
+/// As in the published code; all are `budget` where no layer differs. Writes `budgets` (layers). Throws
+/// settings_error without layers, or for an alpha that is negative or NaN.
 inline void epi_cache_budgets(const float* similarities, int layers, int budget, float alpha,
                               std::int32_t* budgets) {
+  if (layers < 1 || !(alpha >= 0.0f))
+    throw settings_error("epi_cache_budgets: " + std::to_string(layers) + " layers and an alpha of " +
+                         detail::decimal(alpha) + "; give 1 or more layers, and an alpha of 0 or more");
   const auto [least, most] = std::minmax_element(similarities, similarities + layers);
   const auto weight = [&, low = static_cast<double>(*least), high = static_cast<double>(*most)](int layer) {
     return std::pow(1.0 - (static_cast<double>(similarities[layer]) - low) / (high - low),
@@ -579,10 +590,10 @@ struct arkv_origin {
   }
   void validate(const eviction_limits& most, std::string_view who = name) const {
     detail::check_window(who, window, 32, kernel, 5, most);
-    if (!(gamma >= 0.0f) || !(alpha >= 0.0f && alpha < 1.0f))
+    if (!(gamma >= 0.0f && gamma < HUGE_VALF) || !(alpha >= 0.0f && alpha < 1.0f))
       throw settings_error(std::string(who) + ": a gamma of " + detail::decimal(gamma) + " and an alpha of " +
                            detail::decimal(alpha) +
-                           "; gamma is 0 or more, alpha a share below 1; 0.75 as published");
+                           "; gamma is 0 or more and finite, alpha a share below 1; 0.75 as published");
   }
 };
 static_assert(eviction_policy<arkv_origin>);

@@ -180,7 +180,8 @@ class top_p_calibration {
       else
         sum += std::exp(score - most);
     }
-    return most + std::log(sum);
+    const double mass = most + std::log(sum);
+    return std::isnan(mass) ? -static_cast<double>(infinity) : mass;  // as a unit of NaN scores (5.1)
   }
 
   const Settings& s_;

@@ -41,7 +41,7 @@ struct token_merger {
   void merge_all() const {
     std::fill_n(w.next, of.end(), -1);
     for (int i = of.end(); i-- > of.staying;)
-      if (const int into = w.fates[i].into; into >= 0 && into < of.staying)
+      if (const int into = w.fates[i].into; into >= 0 && into < of.staying && std::isfinite(of.lengths[i]))
         w.next[i] = std::exchange(w.next[into], i);
     for (int into = 0; into < of.staying; ++into)
       if (w.next[into] >= 0) merge_into(into);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/algorithms/attended_shares.hpp>
+#include <freekv/algorithms/score_unit.hpp>
 #include <freekv/backend/host/attend.hpp>
 #include <freekv/backend/host/eviction_scratch.hpp>
 #include <freekv/backend/host/exact_product.hpp>
@@ -201,11 +202,15 @@ class head_observer {
     finish_attention<d>(instructions_, nullptr, part, group, to.floats() + first * d, w.lse);
     for (int g = 0; to.lse != nullptr && g < group; ++g) to.lse[first + g] = w.lse[g] * to.lse_per_nat;
   }
-  /// Scores of a row of token `row`, by place, in the order of the text; -infinity behind the row.
+  /// Scores of a row of token `row`, by place, in the order of the text; -infinity behind the row and for
+  /// NaN.
   static void put_in_order(const scratch& w, const float* scores, int units, int row, float* to) {
-    for (int i = 0; i < units; ++i) to[i] = w.tokens[i] <= row ? scores[w.order[i]] : -infinity;
+    for (int i = 0; i < units; ++i) {
+      const float score = scores[w.order[i]];
+      to[i] = w.tokens[i] <= row && score == score ? clamp_score(score) : -infinity;
+    }
   }
-  /// Makes scores their shares; all 0 where any is NaN.
+  /// Makes scores their shares; all 0 where all are -infinity.
   void make_shares(float* scores, int units) const {
     log_sum_exp log_sum;
     for (int i = 0; i < units; ++i) log_sum.add(scores[i]);

@@ -234,9 +234,19 @@ class selection_stage {
                     const selection_type& selection) {
     const sequence_head at{entry.sequence, head};
     if (s.page_values == nullptr || selects_all_of(s, at, c.now)) return;
-    if (const auto scores = selection.scores_of_each(c.now))
+    if (const auto scores = selection.scores_of_each(c.now);
+        scores && (entry.tokens == 1 || !lacks_scores(*scores, c.now, entry.tokens * s.heads.group())))
       sum_unselected(instructions(), s, *policies_, at, c, s.query_of(entry, head), *scores,
                      left_.take(s.layer, at));
+  }
+  /// True where a unit has no score: of NaN of one row's query, which is no matter for the others' entries.
+  static bool lacks_scores(const score_column& scores, int candidates, int heads) {
+    for (int j = 0; j < candidates; ++j) {
+      bool none = true;
+      for (int g = 0; none && g < heads; ++g) none = scores.first[g * scores.stride + j] == -infinity;
+      if (none) return true;
+    }
+    return false;
   }
   /// A head that is flagged selects `best`, among so many candidates; else the correction judges by masses or
   /// by a sample, where it does.

@@ -60,14 +60,14 @@ class thread_pool {
  private:
   // The ticket: the loop's number in 16 bits, its tasks in 24, its next task in 24. An old loop's ticket has
   // no task left, so nothing is taken of a loop that is being set up; and no loop ends before a task that is
-  // taken.
+  // taken. Numbers come again, but that of the end, which so is new to a worker however long it has slept.
   static constexpr int most_tasks = 1 << 24;
-  static constexpr std::uint64_t one_task = most_tasks, one_loop = one_task * most_tasks, loops = 1 << 16;
+  static constexpr std::uint64_t one_task = most_tasks, one_loop = one_task * most_tasks,
+                                 loops = (1 << 16) - 1;
   using body_call = void (*)(const void*, int, int);
 
   void end() {
-    stopping_.store(true, std::memory_order_relaxed);
-    ticket_.fetch_add(one_loop, std::memory_order_release);
+    ticket_.store(loops * one_loop, std::memory_order_release);
     ticket_.notify_all();
     for (std::thread& thread : threads_) thread.join();
   }
@@ -81,7 +81,7 @@ class thread_pool {
         now = ticket_.load(std::memory_order_acquire);
       }
       seen = now / one_loop;
-      if (stopping_.load(std::memory_order_relaxed)) return;
+      if (seen == loops) return;
       work(seen, worker);
     }
   }
@@ -103,7 +103,6 @@ class thread_pool {
   std::atomic<int> done_{0};
   std::atomic<body_call> call_{nullptr};
   std::atomic<const void*> body_{nullptr};
-  std::atomic<bool> stopping_{false};
 };
 
 }  // namespace freekv::host

@@ -48,6 +48,7 @@ void weigh_pages(isa set, const attention_job<State, Policies>& job, int head, i
         attend_slice<d>(set, {query_of(row), group, d}, as_const(slice), tokens, of_page, w.rows);
         for (int g = 0; g < group; ++g) {
           const float share = total_of(row)[g].share(of_page.log_sum[g].max);
+          if (!(share > 0.0f)) continue;  // NaN, too: such a query head gives nothing
           weight += share * of_page.log_sum[g].sum;
           for (int i = 0; i < d; ++i) w.page_value[i] += share * of_page.weighted[g * d + i];
         }

@@ -34,16 +34,21 @@ struct descending_masses {
 };
 
 /// HARD-KV's calibration (arXiv 2606.28831, section 3 and appendix D): the temperature at which the
-/// `wanted(row)` best of each row of transformed scores have a share of `p`, on average over the rows, by
-/// bisection from 1e-3 to 10: that share falls as the temperature rises. Where more than are wanted share the
-/// largest score it is the lowest. `row(r)` is a row's scores, descending, and `count(r)` how many there are.
+/// `wanted(row)` best of each row of transformed scores have a share of `p`, on average over the rows that
+/// have scores, by bisection from 1e-3 to 10: that share falls as the temperature rises. Where more than are
+/// wanted share the largest score it is the lowest. `row(r)` is a row's scores, descending, and `count(r)`
+/// how many there are.
 template <class Row, class Count, class Wanted>
 double calibrated_temperature(int rows, double p, const Row& row, const Count& count, const Wanted& wanted) {
   const auto share = [&](double temperature) {
     double sum = 0.0;
-    for (int r = 0; r < rows; ++r)
+    int with_scores = 0;
+    for (int r = 0; r < rows; ++r) {
+      if (count(r) == 0) continue;
       sum += descending_masses(row(r), count(r), temperature).of_first(wanted(r));
-    return sum / rows;
+      ++with_scores;
+    }
+    return sum / with_scores;
   };
   double low = std::log(1e-3), high = std::log(10.0);
   for (int halvings = 0; halvings < 40; ++halvings) {
