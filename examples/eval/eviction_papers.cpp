@@ -24,7 +24,7 @@ row_to_measure row_of(job& j, const std::string& name, std::string_view eviction
   row.who.page = page;
   row.who.method.plan = "eviction";
   row.who.method.eviction = eviction;
-  row.who.method.share = static_cast<float>(share);
+  if (share > 0) row.who.method.eviction_values["p"] = share;
   row.with.budget = budget;
   return row;
 }

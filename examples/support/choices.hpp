@@ -3,9 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <concepts>
 #include <freekv/core/size.hpp>
 #include <freekv/freekv.hpp>
+#include <map>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -65,10 +65,9 @@ struct method_spec {
   std::string plan = "retrieval";  ///< or "complete", "window", "sliding", "by_head", "eviction"
   std::string eviction = "h2o";    ///< of plan "eviction"
   float thin = 1.0f;               ///< share of a prompt that is kept, of methods that retrieve
-  bool keeps_prompt = false;       ///< of raas
-  int interval = 0;  ///< of methods that forget at times: decode rows between, of epi_cache tokens of a
-                     ///< block; 0: the method's own, of epi_cache the budget
-  float share = 0.0f;  ///< of hard_kv and those that merge beside it: its p; 0: the method's own
+  /// Numbers of the policy that evicts, by its members' names; others are the policy's own, of raas and
+  /// razor_attention_compensated those of the budget, and of epi_cache a block is as large as the budget.
+  std::map<std::string, double> eviction_values{};
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
   bool evicts() const { return plan == "eviction"; }
@@ -264,40 +263,13 @@ struct policy_maker<every_n_steps<dynamic>> {
 };
 template <>
 struct policy_maker<raas> {
-  static raas from(const method_spec& m, const method_data& data) {
-    return {.page = data.page,
-            .room = data.window,
-            .keeps_prompt = m.keeps_prompt,
-            .sink = data.sink,
-            .window = data.window};
-  }
-};
-/// Policies whose cuts are `Interval` rows apart.
-template <class Policy, auto Interval>
-struct maker_by_interval {
-  static Policy from(const method_spec& m, const method_data&) {
-    Policy policy;
-    if (m.interval > 0) policy.*Interval = m.interval;
-    return policy;
-  }
-};
-template <>
-struct policy_maker<lazy_eviction> : maker_by_interval<lazy_eviction, &lazy_eviction::window> {};
-template <>
-struct policy_maker<r_kv> : maker_by_interval<r_kv, &r_kv::interval> {};
-template <std::derived_from<hard_kv> Policy>
-struct policy_maker<Policy> {
-  static Policy from(const method_spec& m, const method_data& data) {
-    Policy policy = maker_by_interval<Policy, &Policy::interval>::from(m, data);
-    if (m.share > 0.0f) policy.p = m.share;
-    return policy;
+  static raas from(const method_spec&, const method_data& data) {
+    return {.page = data.page, .room = data.window, .sink = data.sink, .window = data.window};
   }
 };
 template <>
 struct policy_maker<epi_cache> {
-  static epi_cache from(const method_spec& m, const method_data& data) {
-    return {.block_tokens = m.interval > 0 ? m.interval : data.budget};
-  }
+  static epi_cache from(const method_spec&, const method_data& data) { return {.block_tokens = data.budget}; }
 };
 template <template <int> class Residency>
 struct policy_maker<Residency<dynamic>> {

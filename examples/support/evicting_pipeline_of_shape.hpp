@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <limits>
 #include <utility>
+#include <variant>
 
+#include "eviction_numbers.hpp"
 #include "pipeline.hpp"
 
 namespace freekv::examples {
@@ -122,6 +124,7 @@ class evicting_pipeline_of_shape final : public pipeline {
     data.kv_heads = o.kv_heads;
     data.budget = s.budget;
     s.eviction = find_by_name("eviction", evictions, o.method.eviction).make(o.method, data);
+    std::visit([&](auto& policy) { give_numbers(policy, o.method.eviction_values); }, s.eviction.chosen);
     return s;
   }
   static pipeline_options everything(pipeline_options o) {

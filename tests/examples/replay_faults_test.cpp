@@ -47,6 +47,20 @@ std::string long_trace() {
 
 }  // namespace
 
+TEST_CASE("events take traces of one layer, with one scale", "[faults]") {
+  const trace_folder f;
+  store(f.folder / "events", opened + "{\"op\":\"open\",\"seq\":1,\"trace\":\"other\"}\n");
+  const auto replayed = [&](const char* key, const char* value) {
+    file_parts other = good_trace();
+    if (key != nullptr) other.header["__metadata__"][key] = value;
+    store(f.folder / "other", other.whole());
+    return run_program({FREEKV_REPLAY, "--events", f.folder / "events"}, {.seconds = 20});
+  };
+  CHECK(replayed(nullptr, nullptr).exit_code == 0);
+  check_mentions(sentence_of(replayed("scale", "1.0")), {"other", "scale", "one layer's form"});
+  check_mentions(sentence_of(replayed("layer", "7")), {"other", "layer", "one layer's form"});
+}
+
 TEST_CASE("events whose JSON nests deep are refused in every member", "[faults]") {
   const trace_folder f;
   const std::string deep = std::string(100000, '[') + std::string(100000, ']');

@@ -116,6 +116,21 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
   r.refuse({"--sliding-window", "0"}, {"sliding_window is 0"});
   r.refuse({"--soft-cap", "-1"}, {"--soft-cap -1", "negative"});
   r.refuse({"--variant", "h2o", "--soft-cap", "30"}, {"h2o", "--soft-cap"});
+  const auto refuse_values = [&](const char* variant, const char* values,
+                                 const std::vector<std::string>& names) {
+    r.refuse({"--variant", variant, "--eviction-values", values}, names);
+  };
+  refuse_values("snapkv", "windows=16", {"snapkv has no number \"windows\"", "kernel, window"});
+  refuse_values("tova", "window=16", {"tova has no number \"window\"; it has none"});
+  refuse_values("snapkv", "window=1.5", {"snapkv", "window of 1.5", "whole"});
+  refuse_values("snapkv", "window=1e300", {"snapkv", "whole"});
+  refuse_values("raas", "keeps_prompt=2", {"raas", "keeps_prompt of 2", "0 nor 1"});
+  refuse_values("snapkv", "kernel=4", {"snapkv", "kernel of 4", "odd"});
+  refuse_values("h2o", "recent=nan", {"--eviction-values recent", "nan", "finite"});
+  refuse_values("snapkv", "window=8,window=9", {"window twice"});
+  for (const char* values : {"", "window", "=16", "window=16,", "window=16,,kernel=5"})
+    refuse_values("snapkv", values, {"--eviction-values", "window=16,kernel=5"});
+  refuse_values("freekv", "window=16", {"--eviction-values", "freekv", "forgets"});
   r.refuse({"--heads", "heads", "--sliding-window", "8"}, {"--heads", "--sliding-window"});
   r.refuse({"--scale", "-0.5"}, {"--scale -0.5", "negative"});
   for (const char* scale : {"1e39", "1e-60"})

@@ -488,8 +488,8 @@ TEST_CASE("pseudo tokens have the queries of tokens at the positions behind the 
   CHECK(reports == before);
   freekv::host_backend backend;
   for (const char* eviction : {"dapq", "epi_cache"}) {
-    auto o =
-        options(m.shape(), {.plan = "eviction", .eviction = eviction, .interval = 16});  // tokens of a block
+    auto o = options(m.shape(), {.plan = "eviction", .eviction = eviction});
+    if (o.method.cuts_blocks()) o.method.eviction_values["block_tokens"] = 16;
     o.budget = {16, 32, 1};
     const auto decode = [&](const prompt_cache& held) {
       const auto p = make_pipeline(o, backend);

@@ -67,6 +67,8 @@ struct eviction_settings {
   int beta = 20;                               // of pyramid_kv
   double p = 0.9;                              // of hard_kv
   int interval = 128;                          // of hard_kv, decode rows
+  int takers = std::numeric_limits<int>::max();  // of hard_kv_pairs, tokens
+  double heavy = 0.35;                           // of q_hitter
   double alpha = 0.75;                         // of arkv_origin, arkv and arkv_split
   double lambda = 0.1, similar = 0.5;          // of r_kv
   double gamma = 200, tau1 = 1.6, tau2 = 0.6;  // of cake
@@ -735,7 +737,7 @@ class forgetful_decoder {
       of_values.push_back({of_value * (1 - 1e-5), of_value * (1 + 1e-5)});
     }
     const auto middle = [](const worth& of) { return (of.low + of.high) / 2; };
-    const int heaviest = static_cast<int>(0.35f * static_cast<float>(s_.budget));
+    const int heaviest = static_cast<int>(static_cast<float>(s_.heavy) * static_cast<float>(s_.budget));
     std::vector<std::pair<double, int>> by_rank;  // of those that may leave
     for (std::size_t i = 0; i < units.size(); ++i) {
       if (h.was_protected.count(units[i]) != 0) continue;
@@ -1085,6 +1087,7 @@ class forgetful_decoder {
     for (const int token : staying)
       if (token >= s_.sink && token < length_ - s_.window && shares[token] > 0) best.push_back(token);
     std::stable_sort(best.begin(), best.end(), [&](int a, int b) { return shares[a] > shares[b]; });
+    if (std::ssize(best) > s_.takers) best.resize(static_cast<std::size_t>(s_.takers));
     std::stable_sort(worst.begin(), worst.end(), [&](int a, int b) { return shares[a] < shares[b]; });
     std::map<int, std::vector<int>> sets;
     for (std::size_t nth = 0; nth < worst.size(); ++nth) {

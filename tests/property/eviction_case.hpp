@@ -1,6 +1,9 @@
 // Random sequences for methods that forget, and one step of the library beside the oracle's.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
 #include <set>
 #include <span>
 #include <string>
@@ -40,6 +43,79 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"trim_kv", oracle::eviction_kind::trim_kv},
     {"given_worths", oracle::eviction_kind::given_worths}};
 
+/// Another number of a policy than the published one. `beta` is pyramid_kv's or d2o's.
+inline void take_number(oracle::eviction_settings& s, const std::string& name, double number) {
+  const int whole = static_cast<int>(number);
+  if (name == "alpha") s.alpha = number;
+  if (name == "beta") s.beta = whole, s.ema = number;
+  if (name == "gamma") s.gamma = number;
+  if (name == "heavy") s.heavy = number;
+  if (name == "interval") s.interval = whole;
+  if (name == "keeps_prompt") s.keeps_prompt = whole != 0;
+  if (name == "kernel") s.kernel = whole;
+  if (name == "lambda") s.lambda = number;
+  if (name == "p") s.p = number;
+  if (name == "recent") s.recent = number;
+  if (name == "similar") s.similar = number;
+  if (name == "sink") s.sink = whole;
+  if (name == "takers") s.takers = whole;
+  if (name == "tau1") s.tau1 = number;
+  if (name == "tau2") s.tau2 = number;
+  if (name == "tau3") s.tau3 = number;
+  if (name == "threshold") s.threshold = number;
+  if (name == "window") s.window = whole;
+}
+
+/// Numbers of a method's policy for a budget, each as published or another.
+inline void give_random_numbers(freekv::examples::method_spec& m, int budget, dice& d) {
+  auto& numbers = m.eviction_values;
+  const auto is = [&](auto... names) { return ((m.eviction == names) || ...); };
+  const auto maybe = [&](const char* name, std::initializer_list<double> of) {
+    if (d.below(3) != 0) numbers[name] = *(of.begin() + d.below(static_cast<int>(of.size())));
+  };
+  const bool hard = m.eviction.starts_with("hard_kv"), arkv = m.eviction.starts_with("arkv"),
+             cake = m.eviction == "cake";
+  const bool pools =
+      is("snapkv", "dapq", "pyramid_kv", "compress_kv", "defensive_kv", "layer_defensive_kv", "r_kv");
+  if (pools || hard || arkv || cake) {
+    maybe("window", {cake ? 2.0 : 1.0, 3, 16, std::min(40.0, budget - 2.0)});
+    maybe("kernel", {1, 3, 9});
+  }
+  if (is("epi_cache")) maybe("window", {1, 5, 40});
+  if (is("h2o", "mikv", "d2o")) maybe("recent", {0, 0.25, 0.875});
+  if (is("d2o")) maybe("beta", {0, 0.25, 1});
+  if (is("pyramid_kv")) maybe("beta", {1, 3, 50});
+  if (is("q_hitter")) {
+    maybe("recent", {0, 0.125, 0.25});
+    maybe("heavy", {0, 0.125, 0.75});
+    maybe("alpha", {0, 0.25, 1});
+  }
+  if (is("raas", "lazy_eviction")) maybe("threshold", {0, 1e-3, 0.02, 0.3});
+  if (hard) maybe("p", {0.3, 0.7, 0.99});
+  if (is("hard_kv_pairs")) maybe("takers", {1, 3});
+  if (hard) maybe("sink", {0, 2, budget - numbers.emplace("window", 32).first->second});
+  if (cake || arkv) maybe("gamma", {0, 10, 300});
+  if (arkv) maybe("alpha", {0, 0.5, 0.875});
+  if (is("cake", "arkv", "arkv_split")) {
+    maybe("tau1", {0.5, 1, 3});
+    maybe("tau2", {0.5, 1, 3});
+  }
+  if (is("arkv", "arkv_split")) maybe("tau3", {0.5, 1, 3});
+  if (is("r_kv")) {
+    maybe("lambda", {0, 0.5, 1});
+    maybe("similar", {0, 0.25, 0.9});
+  }
+  if (is("kv_merger")) {
+    maybe("window", {1, 3, 16, budget - 8.0});
+    maybe("sink", {0, 2, 7});
+  }
+  if (is("given_worths")) {
+    maybe("recent", {0, 0.5});
+    maybe("sink", {0, 1, budget / 4.0});
+    if (numbers.count("sink") != 0) numbers["sink"] = std::floor(numbers["sink"]);
+  }
+}
+
 /// Of one of the layers that forget.
 inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pipeline_options& o,
                                                       int layer = 0) {
@@ -53,8 +129,7 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   s.layer = layer;
   s.layers = o.layers - o.complete_layers;
   if (s.kind == oracle::eviction_kind::pyramid_kv) s.window = 8;
-  if (s.kind == oracle::eviction_kind::lazy_eviction)
-    s.window = o.method.interval > 0 ? o.method.interval : 64;
+  if (s.kind == oracle::eviction_kind::lazy_eviction) s.window = 64;
   if (o.method.eviction == "raas") s.page = o.page;
   if (s.kind == oracle::eviction_kind::d2o) s.recent = 0.25;
   if (s.kind == oracle::eviction_kind::q_hitter) s.recent = 0.25, s.alpha = 0.5;
@@ -74,8 +149,7 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
     s.kernel = 5, s.gamma = 263.81, s.tau1 = 7.774, s.tau2 = 5.407, s.tau3 = 5.528;
   if (o.method.eviction.starts_with("hard_kv") || s.kind == oracle::eviction_kind::kv_merger) s.sink = 1;
   if (o.method.eviction.ends_with("defensive_kv") || s.kind == oracle::eviction_kind::cake) s.kernel = 5;
-  if (o.method.interval > 0) s.interval = o.method.interval;
-  s.keeps_prompt = o.method.eviction == "raas" && o.method.keeps_prompt;
+  for (const auto& [name, number] : o.method.eviction_values) take_number(s, name, number);
   return s;
 }
 
@@ -142,11 +216,12 @@ struct eviction_coverage {
   long coded = 0, coded_sets = 0, coded_doubtful = 0;  // sets of which some or none are coded
 };
 
-/// Whether a method observes the last rows of a prompt, and rows behind it instead.
+/// Whether a method observes the last rows of a prompt, and rows behind it instead. raas that keeps the
+/// prompt is the one method that is given `keeps_prompt`.
 inline bool observes_probes(const freekv::examples::method_spec& m) {
   for (const char* other : {"h2o", "mikv", "q_hitter", "d2o", "trim_kv", "given_worths"})
     if (m.eviction == other) return false;
-  return !(m.eviction == "raas" && m.keeps_prompt);
+  return m.eviction_values.count("keeps_prompt") == 0;
 }
 
 /// Queries of probe rows, (count, query_heads, head_dim): another row's of the text each, or its opposite.

@@ -34,13 +34,17 @@ random_case eviction_case(std::uint64_t seed) {
                           method.starts_with("arkv") || method.starts_with("hard_kv");
   const bool votes = method == "compress_kv";
   const bool rates_layers = method == "arkv" || method == "arkv_split";
-  o.method.keeps_prompt = d.below(2) == 0;
+  const bool keeps_prompt = d.below(2) == 0;
   o.page = has_window ? 8 : d.one_of({8, 16, 24});
   o.budget.sink = d.one_of({0, 1, 3, o.page, 2 * o.page + 1});
   o.budget.window = o.method.eviction == "raas" ? d.between(o.page, 3 * o.page) : d.between(1, 40);
   o.budget.selected_units = has_window ? 5 : d.between(1, 6);
-  o.method.interval =
-      d.between(1, std::min(40, o.budget.sink + o.budget.window + o.budget.selected_units * o.page - 1));
+  const int budget = o.budget.sink + o.budget.window + o.budget.selected_units * o.page;
+  const int interval = d.between(1, std::min(40, budget - 1));
+  if (method == "raas" && keeps_prompt) o.method.eviction_values["keeps_prompt"] = 1;
+  if (method.starts_with("hard_kv") || method == "r_kv") o.method.eviction_values["interval"] = interval;
+  if (method == "lazy_eviction") o.method.eviction_values["window"] = interval;
+  if (method == "epi_cache") o.method.eviction_values["block_tokens"] = interval;
   const bool allocates = method == "cake" || method == "layer_defensive_kv";
   if (method == "pyramid_kv" || allocates || rates_layers || votes) {
     o.layers = d.between(1, 5);
@@ -61,6 +65,7 @@ random_case eviction_case(std::uint64_t seed) {
   o.max_prompt = cuts_prompts ? 220 : d.one_of({1, 40, 100, 220});
   c.steps = d.between(1, 120);
   o.max_tokens = o.max_prompt + c.steps;
+  if (d.below(2) == 0) give_random_numbers(o.method, budget, d);
   return c;
 }
 
@@ -347,6 +352,8 @@ TEST_CASE("random sequences that forget agree with the float64 oracle", "[proper
           .run();
     } catch (const disagreement& d) {
       INFO(c.options.method.eviction << ", budget " << eviction_settings_of(c.options).budget << ", " << c);
+      for (const auto& [name, number] : c.options.method.eviction_values)
+        UNSCOPED_INFO(name << " " << number);
       INFO(d.what);
       FAIL("the library disagrees with the oracle; FREEKV_SEED=" << seed << " FREEKV_CASES=1 repeats it");
     }

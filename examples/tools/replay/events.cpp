@@ -115,8 +115,10 @@ class event_reader {
     }
     const trace_form &first = file_.forms.front(), &last = file_.forms.back();
     if (last.query_heads != first.query_heads || last.kv_heads != first.kv_heads ||
-        last.head_dim != first.head_dim || last.element != first.element)
-      refuse(cited_path(path) + " has other heads, head_dim or element type than " +
+        last.head_dim != first.head_dim || last.element != first.element || last.scale != first.scale ||
+        last.sink_logits != first.sink_logits || last.layer != first.layer)
+      refuse(cited_path(path) +
+             " has other heads, head_dim, element type, scale, sink logits or layer than " +
              cited_path(file_.traces.front()) + "; the traces of all sequences are of one layer's form");
     file_.traces.push_back(path);
     return file_.traces.size() - 1;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <iostream>
 #include <limits>
+#include <map>
 #include <sstream>
 #include <string_view>
 #include <utility>
@@ -195,19 +196,45 @@ std::string footer() {
          "Exit code 0, or 2 and one sentence on stderr.\n";
 }
 
+/// "window=16,kernel=5" as numbers by names.
+std::map<std::string, double> numbers_by_name(const std::string& option, const std::string& text) {
+  std::map<std::string, double> numbers;
+  for (std::size_t first = 0; first <= text.size();) {
+    const std::size_t end = std::min(text.find(',', first), text.size());
+    const std::string one = text.substr(first, end - first);
+    const std::size_t equals = one.find('=');
+    if (equals == one.npos || equals == 0)
+      refuse(option + " " + cited(text) +
+             " is no list of names and numbers; give one such as window=16,kernel=5");
+    const std::string name = one.substr(0, equals);
+    if (!numbers.emplace(name, finite(option + " " + shortened(name), one.substr(equals + 1))).second)
+      refuse(option + " " + cited(text) + " gives " + shortened(name) + " twice; give it once");
+    first = end + 1;
+  }
+  return numbers;
+}
+
 /// Flags that override a variant's policies.
 struct policy_flags {
   std::optional<std::string> summary, pooling, selection, pinning, rows, correction, codec;
   std::optional<int> bits, unit;
   std::optional<double> tau, top_p, bonus, delta, epsilon, pruned, thin;
   bool calibrated = false;
+  std::vector<int method_spec::*> numbers;  ///< of `numbers_of_variants`
 };
+/// Numbers that a variant may have otherwise, which flags override.
+constexpr int method_spec::*numbers_of_variants[] = {
+    &method_spec::chunk, &method_spec::rank,  &method_spec::clusters, &method_spec::tables,
+    &method_spec::codes, &method_spec::times, &method_spec::pinned,   &method_spec::samples,
+    &method_spec::every, &method_spec::spare, &method_spec::key_rank};
 
 /// The variant's method; `numbers` has what the flags say for every variant.
 method_spec chosen_method(const replay_options& o, const policy_flags& flags, method_spec numbers) {
   const auto all = replayed_variants();
   const method_spec variant = find_by_name("--variant", all, o.variant).method;
   method_spec m = std::move(numbers);
+  for (int method_spec::*const number : numbers_of_variants)
+    if (std::count(flags.numbers.begin(), flags.numbers.end(), number) == 0) m.*number = variant.*number;
   m.summary = variant.summary;
   m.basis_of_pairs = variant.basis_of_pairs;
   m.calibrated = flags.calibrated || variant.calibrated;
@@ -261,6 +288,9 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
   if ((m.plan == "complete" || m.evicts()) && (m.codec != method_spec{}.codec || o.store_file))
     refuse("--codec and --store-file are for what is recalled, and --variant " + o.variant +
            " recalls nothing; choose another variant");
+  if (!m.eviction_values.empty() && !m.evicts())
+    refuse("--eviction-values are of a method that forgets, and --variant " + o.variant +
+           (o.sliding_window ? " with --sliding-window" : "") + " does not; choose another variant");
   if (o.heads && o.sliding_window)
     refuse(
         "--heads says which heads retrieve, and in a layer with --sliding-window none does; choose one of "
@@ -307,6 +337,17 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       "(*.safetensors), a layer "
       "each");
   option_list add(app);
+  const auto number_of_variants = [&](const char* name, int method_spec::*number, const std::string& help) {
+    add.parsed(
+           name,
+           [&, name, number](const std::string& text) {
+             numbers.*number = whole(name, text);
+             flags.numbers.push_back(number);
+           },
+           help)
+        ->type_name("INT")
+        ->default_str(std::to_string(numbers.*number));
+  };
   add.text("--variant", o.variant, "Method, see below: " + names_of(replayed_variants()));
   add.whole_number("--page", o.page, "Tokens in a page, a multiple of 8 from 8 to 256");
   add.whole_number("--sink", o.sink, "Sink tokens, a multiple of the page");
@@ -318,18 +359,28 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       ->type_name("FLOAT")
       ->default_str("0.9, of freekv_long_inputs 0.8");
   add.optional_text("--summary", flags.summary, "the variant's", "Page summary: " + names_of(summaries));
+  add.parsed(
+         "--eviction-values",
+         [&](const std::string& text) {
+           numbers.eviction_values = numbers_by_name("--eviction-values", text);
+         },
+         "Of a variant that forgets: numbers of its policy by their names, such as window=16,kernel=5; a "
+         "wrong "
+         "name is answered with those there are")
+      ->type_name("LIST")
+      ->default_str("as published, sink and window as --sink and --window where it has these");
   add.text("--summary-dtype", numbers.format,
            "Of the summary's numbers: " + names_of(formats) +
                "; standard is the key's type for min_max and float32 for others, and key_sketch and "
                "key_subspace have --bits, key_codes has --codes, coarse_to_fine has --times instead");
-  add.whole_number("--chunk", numbers.chunk, "chunk_means: tokens in a chunk, a divisor of the page");
-  add.whole_number("--rank", numbers.rank, "key_subspace: dimensions, at most head_dim");
-  add.whole_number("--clusters", numbers.clusters,
-                   "key_clusters: clusters of the prompt's keys; 0: one for 80 tokens");
-  add.whole_number("--tables", numbers.tables, "key_signatures: hash tables, at least 2");
-  add.whole_number("--codes", numbers.codes, "key_codes: bytes a token");
-  add.whole_number(
-      "--times", numbers.times,
+  number_of_variants("--chunk", &method_spec::chunk, "chunk_means: tokens in a chunk, a divisor of the page");
+  number_of_variants("--rank", &method_spec::rank, "key_subspace: dimensions, at most head_dim");
+  number_of_variants("--clusters", &method_spec::clusters,
+                     "key_clusters: clusters of the prompt's keys; 0: one for 80 tokens");
+  number_of_variants("--tables", &method_spec::tables, "key_signatures: hash tables, at least 2");
+  number_of_variants("--codes", &method_spec::codes, "key_codes: bytes a token");
+  number_of_variants(
+      "--times", &method_spec::times,
       "coarse_to_fine: so many times --k candidates are kept by min_max and scored by key_sketch "
       "in 4 bits");
   add.parsed(
@@ -353,7 +404,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
                     "Selection: " + names_of(selections) + ", which takes up to --k");
   add.optional_text("--pinning", flags.pinning, "the variant's",
                     "Units selected whatever their scores, besides --k: " + names_of(pinnings));
-  add.whole_number("--pinned", numbers.pinned, "pin_outliers: units of a KV head");
+  number_of_variants("--pinned", &method_spec::pinned, "pin_outliers: units of a KV head");
   add.optional_text("--rows", flags.rows, "the variant's",
                     "Who shares one selection: " + names_of(selection_scopes));
   add.parsed(
@@ -395,10 +446,11 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
          "verified_share: correct a KV head unless it misses at most this share of its attention")
       ->type_name("FLOAT")
       ->default_str("0.1");
-  add.whole_number("--samples", numbers.samples, "verified_share: candidates that are drawn, 2 to 64");
+  number_of_variants("--samples", &method_spec::samples,
+                     "verified_share: candidates that are drawn, 2 to 64");
   add.flag("--partial", numbers.partial,
            "mass_deficit, missing_share: exchange pages one by one until the deficit is closed");
-  add.whole_number("--every", numbers.every, "every_n_steps: steps from one correction to the next");
+  number_of_variants("--every", &method_spec::every, "every_n_steps: steps from one correction to the next");
   add.optional_text(
       "--heads", o.heads, "every head retrieves",
       "Head list: what each KV head keeps, see below, or for compress_kv which query heads choose, lines "
@@ -409,14 +461,15 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       "has not: instead of --k, --tau and --delta; a trace names its layer in its metadata");
   add.text("--residency", numbers.residency,
            "Who leaves its slot first where some are spare: " + names_of(residencies));
-  add.whole_number("--spare", numbers.spare, "Slots of each KV head beyond --k, resident route");
+  number_of_variants("--spare", &method_spec::spare, "Slots of each KV head beyond --k, resident route");
   add.text("--layout", o.layout, "Of the slots, resident route: " + names_of(layouts));
   add.text("--route", o.route, "resident (recall into slots) or in_place (attend from the store)");
   add.optional_text("--codec", flags.codec, "the variant's",
                     "How the store keeps complete pages: " + names_of(codecs));
-  add.whole_number("--key-rank", numbers.key_rank,
-                   "low_rank_keys: coefficients of a token's keys of all heads; at most as many as numbers; "
-                   "0: ShadowKV's share of them, 160 of 1024");
+  number_of_variants(
+      "--key-rank", &method_spec::key_rank,
+      "low_rank_keys: coefficients of a token's keys of all heads; at most as many as numbers; "
+      "0: ShadowKV's share of them, 160 of 1024");
   add.parsed(
          "--pruned", [&](const std::string& text) { flags.pruned = finite("--pruned", text); },
          "key_channels: share of a key's channels that is not kept; which they are is chosen by the prompt's "

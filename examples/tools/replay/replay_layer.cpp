@@ -65,10 +65,11 @@ double seconds_of(const Body& body) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// Adds one step's heads: how far the output is from full attention's, and how much of its softmax mass was
-/// attended to. Heads where either is NaN or infinite are counted apart.
+/// Adds one step's heads: how far the output is from full attention's, and how much was attended to of the
+/// mass of full attention to the same keys, `all_lse`. Heads where either is NaN or infinite are counted
+/// apart.
 void compare(std::span<const float> out, std::span<const float> lse, std::span<const float> full,
-             std::span<const float> full_lse, head_errors& s) {
+             std::span<const float> all_lse, head_errors& s) {
   const std::size_t d = out.size() / lse.size();
   for (std::size_t head = 0; head < lse.size(); ++head) {
     double difference = 0, length = 0;
@@ -77,7 +78,7 @@ void compare(std::span<const float> out, std::span<const float> lse, std::span<c
       length += std::pow(double{full[i]}, 2);
     }
     const double error = length > 0 ? std::sqrt(difference / length) : std::sqrt(difference);
-    const double mass = std::exp(double{lse[head]} - double{full_lse[head]});
+    const double mass = std::exp(double{lse[head]} - double{all_lse[head]});
     if (!std::isfinite(error) || !std::isfinite(mass)) {
       ++s.not_finite;
       continue;
@@ -110,6 +111,7 @@ void append_prompt(pipeline& p, const trace& t, const method_spec& method, progr
 /// What a step reports, into the row of each KV head.
 void keep_report(const step_report& report, std::size_t step, results* r, layer_result& s) {
   const std::size_t rows = report.corrected.size(), stride = report.attended.size() / rows;
+  s.keeps_coded_tokens = !report.coded_count.empty();
   for (std::size_t row = 0; row < rows; ++row) {
     s.selected += report.attended_count[row];
     s.corrected += report.corrected[row];
@@ -169,10 +171,12 @@ void replay_steps(pipeline& p, pipeline& exact, const trace& t, bool takes_worth
     });
     if (!full_first) attend_full();
     s.seconds.push_back(seconds);
-    compare(out, lse, full, full_lse, s.errors);
-    if (&exact != &p) {
+    if (&exact == &p) {
+      compare(out, lse, full, full_lse, s.errors);
+    } else {
       p.attend_full(0, coded, coded_lse);
       compare(coded, coded_lse, full, full_lse, *s.codec_errors);
+      compare(out, lse, full, coded_lse, s.errors);
       exact.attend(0, full, full_lse);
       exact.end_step();
     }

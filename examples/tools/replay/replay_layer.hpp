@@ -13,7 +13,9 @@ namespace freekv::examples {
 
 /// How far outputs are from full attention's, over the query heads of all steps.
 struct head_errors {
-  double sum = 0, most = 0, mass = 0;  ///< of relative L2 errors; of shares of the softmax mass
+  /// Of relative L2 errors; of shares of the softmax mass, where keys are as they came or as a codec has
+  /// them.
+  double sum = 0, most = 0, mass = 0;
   long long heads = 0, not_finite = 0;
 };
 
@@ -23,6 +25,7 @@ struct layer_result {
   head_errors errors;
   /// Of full attention over what the store gives back; none where that is exact, or of a thinned prompt.
   std::optional<head_errors> codec_errors{};
+  bool keeps_coded_tokens = false;  ///< so that there is no full attention that masses are shares of
   long long selected = 0, recalled = 0, before_attention = 0, promoted = 0, corrected = 0;
   std::vector<double> seconds, full_seconds;  ///< by step
   std::optional<new_file> written{};          ///< where an output is wanted, to take its place

@@ -53,6 +53,7 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (o.store_file) settings["store_file"] = *o.store_file;
   if (m.thins()) settings["thin"] = o.thin;
   if (m.evicts()) settings["budget"] = std::int64_t{o.sink} + o.window + std::int64_t{o.k} * o.page;
+  if (!m.eviction_values.empty()) settings["eviction_values"] = m.eviction_values;
   if (!m.retrieves()) return settings;
   const bool subspace = m.summary == "key_subspace", sketch = m.summary == "key_sketch",
              two_stages = m.summary == "coarse_to_fine";
@@ -102,7 +103,7 @@ json findings_of(const replay_options& o, const layer_result& r) {
   return {{"steps", r.form.steps()},
           {"error", errors_of(r.errors)},
           {"error_of_codec", r.codec_errors ? errors_of(*r.codec_errors) : json(nullptr)},
-          {"mass_kept", share(r.errors.mass, heads)},
+          {"mass_kept", r.keeps_coded_tokens ? json(nullptr) : share(r.errors.mass, heads)},
           {"correction_rate", share(static_cast<double>(r.corrected), rows)},
           {"hit_rate", o.method.evicts() ? json(nullptr) : share(selected - recalled, selected)},
           {"pages_recalled", r.recalled},
