@@ -42,7 +42,11 @@ FREEKV_ENDS_WITH(freekv_block_tables, last_page_len);
 #undef FREEKV_ENDS_WITH
 
 #define FREEKV_COMPILED(element, head_dim) compiled<kv_shape<element, head_dim>>(),
-const compiled_shape<host_backend> shapes[] = {FREEKV_C_SHAPES(FREEKV_COMPILED)};
+/// Made when it is first asked for, which may be in the constructor of a program's global.
+std::span<const compiled_shape<host_backend>> shapes() {
+  static const compiled_shape<host_backend> all[] = {FREEKV_C_SHAPES(FREEKV_COMPILED)};
+  return all;
+}
 #undef FREEKV_COMPILED
 
 struct method_entry {
@@ -97,8 +101,8 @@ pipeline_request request_of(const freekv_settings* given) {
 class threads final : public backend_of_shapes<host_backend> {
  public:
   explicit threads(const freekv_host_options& options)
-      : backend_of_shapes(shapes, host_options{.threads = options.threads == 0 ? 1 : options.threads,
-                                               .overlap = options.no_overlap == 0}) {}
+      : backend_of_shapes(shapes(), host_options{.threads = options.threads == 0 ? 1 : options.threads,
+                                                 .overlap = options.no_overlap == 0}) {}
   memory_resources memory() override { return {}; }
 };
 
@@ -182,15 +186,16 @@ using freekv::sequence_id;
 
 /// A step's rows, in the pipeline's own list. Throws usage_error; `what` is the call.
 std::span<const freekv::step_input> rows_of(freekv_pipeline& pipeline, const freekv_step_input* entries,
-                                            std::size_t count, const std::string& what) {
-  if (count > 0) required(entries, (what + ": entries").c_str());
+                                            std::size_t count, const char* what) {
+  if (count > 0 && entries == nullptr) required(entries, (std::string(what) + ": entries").c_str());
   std::vector<freekv::step_input>& rows = pipeline.rows;
   rows.clear();
   for (std::size_t i = 0; i < count; ++i) {
     const freekv_step_input& given = entries[i];
     if (given.phase != FREEKV_DECODE && given.phase != FREEKV_PREFILL)
-      throw freekv::usage_error(what + ": phase " + std::to_string(given.phase) + " of sequence " +
-                                std::to_string(given.sequence) + "; give FREEKV_DECODE or FREEKV_PREFILL");
+      throw freekv::usage_error(std::string(what) + ": phase " + std::to_string(given.phase) +
+                                " of sequence " + std::to_string(given.sequence) +
+                                "; give FREEKV_DECODE or FREEKV_PREFILL");
     rows.push_back({sequence_id{given.sequence}, given.tokens,
                     given.phase == FREEKV_DECODE ? freekv::step_phase::decode : freekv::step_phase::prefill});
   }
@@ -218,14 +223,15 @@ int32_t freekv_version(void) {
   return 1000000 * FREEKV_VERSION_MAJOR + 1000 * FREEKV_VERSION_MINOR + FREEKV_VERSION_PATCH;
 }
 
-size_t freekv_shape_count(void) { return std::size(c::shapes); }
+size_t freekv_shape_count(void) { return c::shapes().size(); }
 freekv_status freekv_shape_at(size_t index, int32_t* element, int32_t* head_dim) {
   return guarded([&] {
-    if (index >= std::size(c::shapes))
+    const auto shapes = c::shapes();
+    if (index >= shapes.size())
       throw freekv::usage_error("shape_at: " + std::to_string(index) + " is not one of " +
-                                std::to_string(std::size(c::shapes)));
-    required(element, "shape_at: element") = c::shapes[index].element;
-    required(head_dim, "shape_at: head_dim") = c::shapes[index].head_dim;
+                                std::to_string(shapes.size()));
+    required(element, "shape_at: element") = shapes[index].element;
+    required(head_dim, "shape_at: head_dim") = shapes[index].head_dim;
   });
 }
 

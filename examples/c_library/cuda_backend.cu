@@ -10,7 +10,10 @@ namespace freekv::c_library {
 namespace {
 
 #define FREEKV_COMPILED(element, head_dim) compiled_for_cuda<kv_shape<element, head_dim>>(),
-const compiled_shape<cuda_backend> shapes[] = {FREEKV_C_SHAPES(FREEKV_COMPILED)};
+std::span<const compiled_shape<cuda_backend>> shapes() {
+  static const compiled_shape<cuda_backend> all[] = {FREEKV_C_SHAPES(FREEKV_COMPILED)};
+  return all;
+}
 #undef FREEKV_COMPILED
 
 /// A stream of the engine's own. Throws usage_error for the legacy default stream, which a step cannot have.
@@ -26,7 +29,8 @@ cudaStream_t stream_of(void* given, const char* member) {
 class streams final : public backend_of_shapes<cuda_backend> {
  public:
   explicit streams(const freekv_cuda_options& options)
-      : backend_of_shapes{shapes, stream_of(options.compute, "compute"), stream_of(options.recall, "recall"),
+      : backend_of_shapes{shapes(), stream_of(options.compute, "compute"),
+                          stream_of(options.recall, "recall"),
                           options.copy_engines != 0 ? recall_by::copy_engines : recall_by::kernel} {}
   memory_resources memory() override { return {.slow = &slow_, .fast = &fast_}; }
 

@@ -469,7 +469,8 @@ typedef struct freekv_step_report {
   int32_t recalled;                  /* slices copied from the store, for this step or the next */
   int32_t recalled_before_attention; /* those of them that attention waited for */
   int32_t promoted;                  /* slices copied from the window's slots */
-  uint64_t slice_bytes;              /* of one slice; recalled * slice_bytes came from the store */
+  uint64_t slice_bytes;              /* of one slice; recalled * slice_bytes came from the
+                                        store, less where units of a page share a read of its file */
 } freekv_step_report;
 
 /* Waits for the layer's recall; on a device for both streams, from which it reads back. Usage_error. */

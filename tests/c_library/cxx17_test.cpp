@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -15,6 +17,24 @@
 #include "sized.hpp"
 
 static_assert(__cplusplus == 201703L);
+
+// Every allocation of this program is counted, its libraries' too. Not inlined: GCC would take free for a
+// mismatch of new.
+static thread_local long allocations = 0;
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
+  ++allocations;
+  void* const memory = std::malloc(bytes == 0 ? 1 : bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+/// In a global's constructor, before main, nothing of the library need have been used.
+static const bool has_shapes_before_main = [] {
+  std::int32_t element = -1, head_dim = 0;
+  return freekv_shape_count() > 0 && freekv_shape_at(0, &element, &head_dim) == FREEKV_OK && head_dim > 0;
+}();
 
 namespace {
 
@@ -325,8 +345,31 @@ void threads_are_independent() {
 
 }  // namespace
 
+void steps_allocate_nothing() {
+  const int head_dim = 128;
+  const auto backend = backend_of(1);
+  const auto p = pipeline_of(backend, selecting(FREEKV_BF16, head_dim));
+  std::uint32_t state = 9;
+  freekv_sequence sequence = 0;
+  OK(freekv_open(p.get(), &sequence));
+  for (int token = -1; token < decoded; ++token) {
+    const int rows = token < 0 ? prompt : 1;
+    const step_rows given = rows_of(state, rows, head_dim);
+    std::vector<float> out(given.q.size());
+    const long before = allocations;
+    const freekv_step_input input{sequence, rows, token < 0 ? FREEKV_PREFILL : FREEKV_DECODE};
+    freekv_step* step = nullptr;
+    OK(freekv_begin_step(p.get(), &input, 1, &step));
+    for (int layer = 0; layer < layers; ++layer) append_and_attend(step, layer, given.view(rows), out);
+    OK(freekv_end_step(step));
+    if (token > 0) CHECK(allocations == before);
+  }
+}
+
 int main() {
+  CHECK(has_shapes_before_main);
   takes_stored_rows();
+  steps_allocate_nothing();
   says_what_steps_did();
   attends_by_tables();
   threads_are_independent();

@@ -28,6 +28,7 @@ endif()
 
 # The headers under test, and the CUDA headers as system headers.
 file(READ ${WORK}/build/compile_commands.json commands)
+string(REPLACE "\\\"" "" commands "${commands}")  # paths with spaces are quoted
 string(REGEX MATCH "\"command\": [^\n]*consumer[^\n]*main.cpp\"" command "${commands}")
 string(FIND "${command}" " ${headers} " as_system)
 string(FIND "${command}" "-I${headers} " as_own)

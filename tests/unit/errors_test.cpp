@@ -638,6 +638,8 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
   refuses({"layers is -2"}, [](auto& s) { s.model.layers = -2; });
   refuses({"kv_heads is 0", "at least 1"}, [](auto& s) { s.model.kv_heads = 0; });
   refuses({"query_heads 7 is not a multiple of kv_heads 2"}, [](auto& s) { s.model.query_heads = 7; });
+  refuses({"65537 layers", "at most 65536"}, [](auto& s) { s.model.layers = 65537; });
+  refuses({"4098 query heads", "4096"}, [](auto& s) { s.model.query_heads = 4098; });
   refuses({"query_heads 0 is not a multiple of kv_heads 2"}, [](auto& s) { s.model.query_heads = 0; });
   refuses({"query_heads 1 is not a multiple of kv_heads 2"}, [](auto& s) { s.model.query_heads = 1; });
   refuses({"query_heads -4 is not a multiple"}, [](auto& s) { s.model.query_heads = -4; });

@@ -140,6 +140,8 @@ struct faults {
   std::function<void()> during;  ///< each transfer
   int unnamed = 0, direct = 0, create = 0;
   std::deque<int> reserve;  ///< of each call
+  bool writes_to_reserve = false;  ///< a byte at a time, as where the system cannot reserve
+  bool is_direct = false, keeps_a_part = false;
   std::uint64_t longest = ~std::uint64_t{0} >> 1;
   // Of the ring.
   int rings = 2;            ///< how many there are to start
@@ -242,15 +244,21 @@ struct faulty_system : freekv::detail::posix_system {
   int create_unnamed(const std::string& path) {
     return state->unnamed < 0 ? state->unnamed : base::create_unnamed(path);
   }
-  int set_direct(int file) { return state->direct < 0 ? state->direct : base::set_direct(file); }
+  int set_direct(int file) {
+    if (state->direct < 0) return state->direct;
+    state->is_direct = true;
+    return base::set_direct(file);
+  }
   int reserve(int file, std::uint64_t bytes) {
+    if (state->writes_to_reserve && state->is_direct) return -EINVAL;
     if (!state->reserve.empty()) {
       const int result = state->reserve.front();
       state->reserve.pop_front();
-      if (result < 0) return result;
+      if (result < 0) return state->keeps_a_part = true, result;
     }
     return base::reserve(file, bytes);
   }
+  std::uint64_t free_bytes(int) { return state->keeps_a_part ? 0 : 4711; }
   std::uint64_t longest_file() { return state->longest; }
   template <class Request>
   long transfer(int file, Request request) {
@@ -716,6 +724,37 @@ TEST_CASE("a file system without direct I/O says what to set", "[file_store]") {
       [&] { faulty_store({.path = f.path, .direct = true}, 4096, faulty_system(state)); });
   CHECK(e.system_error == EIO);
   CHECK(e.operation == store_operation::read);
+}
+
+TEST_CASE("direct files are reserved where the system writes to do it", "[file_store]") {
+  const folder f;
+  for (const std::string& path : {f.path, f.file("kv")}) {
+    const auto state = std::make_shared<faults>();
+    state->writes_to_reserve = true;
+    const faulty_store store({.path = path, .direct = true}, 8192, faulty_system(state));
+    CHECK(state->is_direct);
+  }
+}
+
+TEST_CASE("what is free is asked for before a part of it is taken", "[file_store]") {
+  const folder f;
+  const auto state = std::make_shared<faults>();
+  state->reserve = {-ENOSPC};
+  const auto e =
+      thrown_by<store_error>([&] { faulty_store({.path = f.path}, 100000, faulty_system(state)); });
+  CHECK_THAT(e.what(), Contains("4711 bytes are free"));
+}
+
+TEST_CASE("a file goes with its store wherever the process is then", "[file_store]") {
+  const folder f;
+  const fs::path here = fs::current_path();
+  fs::current_path(f.path);
+  {
+    const file_store store({.path = "kv"}, 4096);
+    CHECK(f.entries() == 1);
+    fs::current_path(here);
+  }
+  CHECK(f.entries() == 0);
 }
 
 TEST_CASE("reserving goes on after a signal", "[file_store]") {

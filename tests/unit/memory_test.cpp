@@ -125,6 +125,15 @@ TEST_CASE("the longest sequence that an int can count is counted right, or refus
   }
 }
 
+TEST_CASE("more memory than addresses can say is refused", "[memory]") {
+  auto s = tiny_settings();
+  s.model = {.layers = 4096, .query_heads = 4096, .kv_heads = 4096};
+  s.capacity.store_tokens = std::int64_t{8} << 30;
+  freekv::host_backend backend;
+  CHECK_THROWS_AS(tiny_pipeline::footprint(s, backend), freekv::settings_error);
+  CHECK_THROWS_WITH(tiny_pipeline::footprint(s, backend), Catch::Contains("2^62 bytes"));
+}
+
 TEST_CASE("each part of the memory has the size that its shape says", "[memory]") {
   auto s = tiny_settings();
   s.capacity.max_sequences = 3;

@@ -1,9 +1,8 @@
 // Kinds of policies, and how one of a kind is chosen, asked and printed.
 #pragma once
 
+#include <charconv>
 #include <cstddef>
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <type_traits>
 
@@ -70,13 +69,17 @@ constexpr decltype(auto) resolve(const Policy& chosen, Use&& use) {
 namespace detail {
 
 /// "0.95": a float in six digits, or, where these are another float's, in the nine that tell all of them
-/// apart.
+/// apart; whatever the locale says, as saved prefixes have it.
 inline std::string decimal(float value) {
   char text[32];
-  std::snprintf(text, sizeof text, "%g", static_cast<double>(value));
-  if (std::strtof(text, nullptr) != value)
-    std::snprintf(text, sizeof text, "%.9g", static_cast<double>(value));
-  return text;
+  const auto in_digits = [&](int count) {
+    return std::to_chars(text, text + sizeof text, value, std::chars_format::general, count).ptr;
+  };
+  float read = 0.0f;
+  char* end = in_digits(6);
+  std::from_chars(text, end, read);
+  if (read != value) end = in_digits(9);
+  return {text, end};
 }
 
 /// "key_subspace(24, 3)": a policy's name, and in brackets what its `values()` says it was given.

@@ -81,7 +81,7 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
   s.capacity.validate();
   if (s.budget < 1 || s.budget > eviction_limits::most_tokens)
     fail("budget is " + text(s.budget) + " tokens; keep 1 to " + text(eviction_limits::most_tokens));
-  if (s.plan.layers < 0) fail("complete_first has " + text(int{s.plan.layers}) + " layers; 0 or more");
+  s.plan.validate(s.model.layers, s.model.kv_heads);
   resolve(s.eviction, [&]<class E>(const E& eviction) {
     if constexpr (observes<E>)
       if (eviction.unit_tokens() != 1 || eviction.observed_rows() < 1 ||

@@ -14,6 +14,8 @@ namespace freekv {
 
 /// Layers and heads of a model; its head_dim is the pipeline's shape's.
 struct model_settings {
+  /// The most that settings may say, so that sizes are counted right.
+  static constexpr int most_layers = 1 << 16, most_heads = 1 << 12;
   int layers = 1;
   int query_heads = 0;
   int kv_heads = 0;
@@ -25,6 +27,9 @@ struct model_settings {
     const auto text = [](int n) { return std::to_string(n); };
     if (layers < 1) throw settings_error("layers is " + text(layers) + "; a pipeline has at least 1");
     if (kv_heads < 1) throw settings_error("kv_heads is " + text(kv_heads) + "; a layer has at least 1");
+    if (layers > most_layers || query_heads > most_heads)
+      throw settings_error(text(layers) + " layers of " + text(query_heads) + " query heads; give at most " +
+                           text(most_layers) + ", and " + text(most_heads));
     if (query_heads < kv_heads || query_heads % kv_heads != 0)
       throw settings_error("query_heads " + text(query_heads) + " is not a multiple of kv_heads " +
                            text(kv_heads));

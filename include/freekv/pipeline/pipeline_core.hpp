@@ -103,7 +103,7 @@ struct pipeline_core {
   /// Waits as `synchronize`, so for all steps; throws usage_error where some are planned whose replay is not
   /// queued.
   void wait_for_steps(const char* call) {
-    if (!in_capture) expect_no_capture(call);
+    expect_no_capture(call);
     synchronize();
     check_order(call);
     if (const std::int64_t ahead = stages().steps_ahead(); ahead > 0)

@@ -197,8 +197,8 @@ struct key_codes {
           "key_codes needs its codebooks as data, `books`: learn them from the prompt's keys or a text, as "
           "examples/support/codebooks.hpp does");
     if (books.codes != codes || books.mean_codes != mean_codes || books.head_dim != s.unit.head_dim ||
-        books.layers < s.layers || books.kv_heads != s.kv_heads ||
-        books.codes * books.dims > books.head_dim || books.mean_codes * books.mean_dims > books.head_dim)
+        books.layers < s.layers || books.kv_heads != s.kv_heads || books.dims > books.head_dim / codes ||
+        books.mean_dims > books.head_dim / mean_codes)
       throw settings_error("key_codes: the codebooks have " + text(books.layers) + " layers of " +
                            text(books.kv_heads) + " heads, " + text(books.codes) + " codes a token and " +
                            text(books.mean_codes) + " a mean, head_dim " + text(books.head_dim) +

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -139,6 +140,12 @@ struct posix_system {
     struct stat about {};
     return ::stat(path.c_str(), &about) == 0 && S_ISDIR(about.st_mode);
   }
+  /// The path from the root, whatever folder the process is in later; as it is where that is not to be had.
+  std::string absolute(const std::string& path) {
+    if (path.front() == '/') return path;
+    char folder[PATH_MAX];
+    return ::getcwd(folder, sizeof folder) == nullptr ? path : folder + ("/" + path);
+  }
   /// A new file; an existing one is left alone (EEXIST).
   int create(const std::string& path) {
     return result(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
@@ -167,7 +174,7 @@ struct posix_system {
     return ::lstat(path.c_str(), &named) == 0 && ::fstat(file, &open) == 0 && named.st_dev == open.st_dev &&
            named.st_ino == open.st_ino;
   }
-  void close(int file) { ::close(file); }
+  int close(int file) { return result(::close(file)); }
 
   /// Reads and writes go past the page cache from now on.
   int set_direct(int file) {

@@ -107,16 +107,16 @@ class basic_file_store final : public detail::slice_file {
     static constexpr std::uint64_t most_bytes = std::numeric_limits<std::uint64_t>::max() / 2;
     System& system;
     std::string path;
+    std::string name{};  ///< absolute, as the process may go to another folder; empty: the file has none
     std::uint64_t bytes;
     int descriptor = -1;
-    bool named = false;
 
     open_file(System& of, const file_store_options& options, std::uint64_t wanted)
         : system(of), path(options.path), bytes(wanted > most_bytes ? wanted : options.aligned(wanted)) {
       create(options);
       try {
+        reserve();  // where the system writes to reserve, it is not yet past the page cache
         if (options.direct) go_direct();
-        reserve();
         if (options.direct && bytes > 0) try_direct();
       } catch (...) {
         release();
@@ -134,13 +134,13 @@ class basic_file_store final : public detail::slice_file {
         // Not every file system has unnamed files; old kernels take the flag for a folder to be opened.
         if (descriptor == -EOPNOTSUPP || descriptor == -EISDIR || descriptor == -EINVAL ||
             descriptor == -ENOENT) {
-          std::string name = options.path + "/freekv-XXXXXX";
-          descriptor = system.create_temporary(name);
-          if (descriptor >= 0) system.unlink(name);
+          std::string temporary = options.path + "/freekv-XXXXXX";
+          descriptor = system.create_temporary(temporary);
+          if (descriptor >= 0) system.unlink(temporary);
         }
       } else {
         descriptor = system.create(options.path);
-        named = descriptor >= 0;
+        if (descriptor >= 0) name = system.absolute(options.path);
       }
       if (descriptor >= 0) return;
       fail(store_operation::create, -descriptor, "",
@@ -177,12 +177,12 @@ class basic_file_store final : public detail::slice_file {
       if (bytes > longest)
         fail(store_operation::reserve, EFBIG, "files may have " + std::to_string(longest) + " bytes here",
              "raise the limit (ulimit -f), or lower the store's tokens in the settings");
+      const std::uint64_t free = system.free_bytes(descriptor);  // some file systems keep a part that failed
       int result;
       do result = system.reserve(descriptor, bytes);
       while (result == -EINTR);
       if (result < 0)
-        fail(store_operation::reserve, -result,
-             std::to_string(system.free_bytes(descriptor)) + " bytes are free",
+        fail(store_operation::reserve, -result, std::to_string(free) + " bytes are free",
              "free some, name another file system, or lower the store's tokens in the settings");
     }
     [[noreturn]] void fail(store_operation operation, int system_error, std::string detail,
@@ -192,7 +192,7 @@ class basic_file_store final : public detail::slice_file {
     }
     void release() {
       if (descriptor < 0) return;
-      if (named && system.leads_to(path, descriptor)) system.unlink(path);
+      if (!name.empty() && system.leads_to(name, descriptor)) system.unlink(name);
       system.close(std::exchange(descriptor, -1));
     }
   };

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <freekv/core/error.hpp>
 #include <memory_resource>
 #include <utility>
 
@@ -17,7 +18,8 @@ struct memory_resources {
 namespace detail {
 
 /// Carves arrays out of one block. Run once without memory it counts the bytes; run again over a block of
-/// that size it hands out the arrays, so that what is announced and what is used cannot differ.
+/// that size it hands out the arrays, so that what is announced and what is used cannot differ. Throws
+/// settings_error for more than addresses can say.
 class carver {
  public:
   static constexpr std::size_t alignment = 128;
@@ -27,6 +29,7 @@ class carver {
   template <class T>
   T* take(std::size_t count) {
     T* array = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    if (count > (most - used_) / sizeof(T)) refuse();
     used_ += (count * sizeof(T) + alignment - 1) / alignment * alignment;
     return array;
   }
@@ -40,6 +43,11 @@ class carver {
   std::byte* base() const { return base_; }
 
  private:
+  static constexpr std::size_t most = std::size_t{1} << 62;
+  [[noreturn]] [[gnu::cold]] static void refuse() {
+    throw settings_error("these settings take more than 2^62 bytes of memory; lower tokens, layers or heads");
+  }
+
   std::byte* base_;
   std::size_t used_ = 0;
 };

@@ -64,13 +64,16 @@ class new_file : public open_file {
     if (descriptor_ < 0) fail(store_operation::create, -descriptor_);
   }
   ~new_file() {
-    if (descriptor_ >= 0 && !whole_) system_.unlink(beside_);
+    if (!whole_) system_.unlink(beside_);
   }
   void write(std::span<const std::byte> bytes) {
     if (at_ + bytes.size() > system_.longest_file()) fail(store_operation::write, EFBIG, bytes.size());
     move(store_operation::write, file_write{at_, bytes.data(), bytes.size()});
   }
   void put_in_place() {
+    // Some file systems say only now that there was no room.
+    if (const int result = system_.close(std::exchange(descriptor_, -1)); result < 0)
+      fail(store_operation::write, -result);
     if (const int result = system_.rename(beside_, path_); result < 0) fail(store_operation::create, -result);
     whole_ = true;
   }

@@ -94,22 +94,16 @@ constexpr bool valid_block(int threads, int registers) {
 
 constexpr int blocks_for(std::int64_t tasks, int each) { return static_cast<int>((tasks + each - 1) / each); }
 
-/// Multiprocessors of the device in use.
-inline int multiprocessors() {
-  int device = 0, count = 0;
+/// An attribute of the device in use.
+inline int attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  return count;
+  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+  return value;
 }
-
-/// Bytes of shared memory that a block may have on the device in use.
-inline int most_shared_bytes() {
-  int device = 0, bytes = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-        "cudaDeviceGetAttribute");
-  return bytes;
-}
+inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
+/// Bytes of shared memory that a block may have.
+inline int most_shared_bytes() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
 /// Blocks of a kernel that the device in use runs at a time, at least 1.
 template <class... Parameters>
