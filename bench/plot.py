@@ -19,7 +19,7 @@ def main(path, folder):
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     times = defaultdict(lambda: defaultdict(dict))  # threads -> metric -> {K tokens: seconds}
     for line in lines:
-        if line["bench"] == "step" and line["unit"] == "s" and line["case"].startswith("Llama-3.1-8B, bf16") and "in_place" in line["case"]:
+        if line["bench"] == "step" and line["unit"] == "s" and line["case"].startswith("Llama-3.1-8B, bf16") and line["case"].split(", ")[3] == "in_place":
             length = int(line["case"].split(", ")[2].rstrip("K"))
             times[line["threads"]][line["metric"]][length] = line["value"]
     if not times:

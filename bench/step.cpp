@@ -115,7 +115,8 @@ template <>
 key_codes<> summary_with(std::vector<float>& data, int layers, int kv_heads, int head_dim,
                          fast_normals& random) {
   const key_codes<> codes;
-  const int mean_dims = head_dim / 2 / codes.mean_codes, dims = head_dim / 2 / codes.codes;
+  // As many dimensions as those that are learnt have, 4 a mean's code and 5 a code at head_dim 128.
+  const int mean_dims = head_dim / 4 / codes.mean_codes, dims = head_dim / 4 / codes.codes;
   key_codebooks books{nullptr, layers, kv_heads, head_dim, codes.mean_codes, mean_dims, codes.codes, dims};
   data.resize(books.bytes() / sizeof(float));
   for (float& x : data) x = random.next() / 8.0f;

@@ -2,14 +2,21 @@
 #
 # nvcc is called as a program rather than as CMake's CUDA language, so that the compiler of the Python wheels
 # (nvidia-cuda-nvcc, -crt, -cccl and -runtime), which CMake 3.25 does not recognise, will do.
-file(GLOB wheels $ENV{VIRTUAL_ENV}/lib/python3*/site-packages/nvidia/cu13/bin)
-find_program(FREEKV_NVCC nvcc DOC "nvcc of CUDA 13.0 or newer"
-             HINTS ${CUDAToolkit_ROOT}/bin $ENV{CUDAToolkit_ROOT}/bin $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin
-             PATHS ${wheels} /usr/local/cuda/bin)
+file(GLOB wheels $ENV{VIRTUAL_ENV}/lib/python3*/site-packages/nvidia/cu13)
+set(toolkits ${CUDAToolkit_ROOT} $ENV{CUDAToolkit_ROOT} $ENV{CUDA_HOME} $ENV{CUDA_PATH} ${wheels})
+list(TRANSFORM toolkits APPEND /bin)
+find_program(FREEKV_NVCC nvcc DOC "nvcc of CUDA 13.0 or newer" HINTS ${toolkits} PATHS /usr/local/cuda/bin)
+if(FREEKV_NVCC)
+  execute_process(COMMAND ${FREEKV_NVCC} --version OUTPUT_VARIABLE version ERROR_QUIET)
+  if(version MATCHES "release ([0-9]+)" AND CMAKE_MATCH_1 LESS 13)
+    message(STATUS "${FREEKV_NVCC} is of CUDA ${CMAKE_MATCH_1}")
+    unset(FREEKV_NVCC CACHE)
+  endif()
+endif()
 if(NOT FREEKV_NVCC)
-  message(FATAL_ERROR "FREEKV_CUDA needs nvcc of CUDA 13: set CUDAToolkit_ROOT to a toolkit, or install the wheels "
+  message(FATAL_ERROR "FREEKV_CUDA and FREEKV_C_CUDA need nvcc of CUDA 13: set CUDAToolkit_ROOT to a toolkit, or install the wheels "
                       "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime into a virtual "
-                      "environment and set VIRTUAL_ENV, or configure with -DFREEKV_CUDA=OFF.")
+                      "environment and set VIRTUAL_ENV, or configure with -DFREEKV_CUDA=OFF -DFREEKV_C_CUDA=OFF.")
 endif()
 # The program found may be a wrapper: nvcc itself says where its toolkit is.
 execute_process(COMMAND ${FREEKV_NVCC} --dryrun -c ${PROJECT_SOURCE_DIR}/examples/support/device/device_policies.cu ERROR_VARIABLE steps)
@@ -55,8 +62,9 @@ function(freekv_compile_cuda name)
     list(APPEND compile_UNPARSED_ARGUMENTS ${freekv_machine_code})
   endif()
   set(object ${CMAKE_CURRENT_BINARY_DIR}/${compile_OBJECT}.o)
+  string(REPLACE " " "\\ " target "${object}")  # nvcc does not escape it
   add_custom_command(OUTPUT ${object}
-                     COMMAND ${freekv_nvcc_compile} ${compile_UNPARSED_ARGUMENTS} -MD -MF ${object}.d -o ${object} -c
+                     COMMAND ${freekv_nvcc_compile} ${compile_UNPARSED_ARGUMENTS} -MT ${target} -MD -MF ${object}.d -o ${object} -c
                              ${CMAKE_CURRENT_SOURCE_DIR}/${name}.cu
                      DEPENDS ${name}.cu DEPFILE ${object}.d COMMENT "nvcc ${compile_OBJECT}.o" VERBATIM)
   set_source_files_properties(${object} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)

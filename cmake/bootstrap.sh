@@ -29,6 +29,10 @@ die() { printf '%s\n' "$*" >&2; exit 1; }
 
 bootstrap_packages() {
   local missing=() name
+  if ! command -v dpkg-query >/dev/null; then
+    say "This is no Debian: what is needed are what it calls $* (make sure of them if the build fails)"
+    return 0
+  fi
   for name in "$@"; do
     dpkg-query -W -f='${Status}' "$name" 2>/dev/null | grep -q 'ok installed' || missing+=("$name")
   done
@@ -203,18 +207,19 @@ reason_to_rebuild() {
 # build_llama_cpp CMAKE_OPTION...: configures and builds, which takes minutes. Seconds go to LLAMA_CPP_BUILD/seconds, a
 # yardstick of this machine.
 build_llama_cpp() {
-  local began=$SECONDS first
+  local began=$SECONDS first resumed=0
+  [[ ! -e $LLAMA_CPP_BUILD/CMakeCache.txt ]] || resumed=1  # then its seconds are no yardstick
   say "Building llama.cpp (two minutes on two cores)"
   cmake -S "$LLAMA_CPP" -B "$LLAMA_CPP_BUILD" -G Ninja "$@" >"$deps/llama.cpp-configure.log" 2>&1 ||
     { tail -20 "$deps/llama.cpp-configure.log" >&2; die "llama.cpp could not be configured."; }
   local configured=$SECONDS
   cmake --build "$LLAMA_CPP_BUILD" --target ggml-base -j "$jobs" >&2 || return
   first=$((SECONDS - configured))
-  if declare -F on_yardstick >/dev/null; then  # that was a ninth of it
+  if ((!resumed)) && declare -F on_yardstick >/dev/null; then  # that was a ninth of it
     on_yardstick $((SECONDS - began + first * 8)) $((first * 8))
   fi
   cmake --build "$LLAMA_CPP_BUILD" --target llama -j "$jobs" >&2 || return
-  echo $((SECONDS - began)) >"$LLAMA_CPP_BUILD/seconds"
+  if ((resumed)); then rm -f "$LLAMA_CPP_BUILD/seconds"; else echo $((SECONDS - began)) >"$LLAMA_CPP_BUILD/seconds"; fi
 }
 
 bootstrap_model() {

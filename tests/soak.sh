@@ -5,6 +5,7 @@
 # other orders of lanes, warps, blocks and streams, every other time with a search for races.
 source "$(dirname "$0")/../cmake/bootstrap.sh"
 cd "$root"
+[[ ${1:-0.5} =~ ^[0-9]*\.?[0-9]+$ ]] || die "usage: bash tests/soak.sh [HOURS], half an hour by default"
 seconds=$(awk -v hours="${1:-0.5}" 'BEGIN { print int(hours * 3600) }')
 bootstrap_packages g++ cmake ninja-build libcli11-dev nlohmann-json3-dev libeigen3-dev catch2
 preset=host targets=(step_test events_test eviction_test fuzz_test)
@@ -15,7 +16,9 @@ if [[ -n ${FREEKV_PTXCPU:-} ]]; then
 else
   bootstrap_cuda
 fi
-cmake --preset $preset -DFREEKV_PTXCPU="${FREEKV_PTXCPU:-}" >build/configure-soak.log || { cat build/configure-soak.log >&2; die "Preset $preset could not be configured."; }
+# The folder may be another script's, which builds no tests and few shapes.
+cmake --preset $preset -DFREEKV_TESTS=ON "-DFREEKV_HEAD_DIMS=64;80;96;128;192;256" "-DFREEKV_ELEMENTS=float;half;bfloat16" \
+  "-DFREEKV_DEVICE_ARCHITECTURES=80;90" -DFREEKV_BENCH_ARCHITECTURE=90 -DFREEKV_PTXCPU="${FREEKV_PTXCPU:-}" >build/configure-soak.log || { cat build/configure-soak.log >&2; die "Preset $preset could not be configured."; }
 cmake --build --preset $preset -j "$jobs" --target "${targets[@]}" >&2
 tests=build/$preset/tests
 on_device() {  # TEST ARCHITECTURE ROUND

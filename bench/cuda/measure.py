@@ -35,11 +35,17 @@ def peers():
         from torch.nn.functional import scaled_dot_product_attention
     except ImportError:
         return
+    if not torch.cuda.is_available():
+        return failed(f"PyTorch {torch.__version__} sees no device here; it is no peer")
     for batch, tokens in (1, 2048), (4, 2048), (1, 32768), (4, 32768), (1, 131072):
         size = 2 * batch * 8 * tokens * 128
-        query = torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
-        layers = [torch.randn(2, batch, 8, tokens, 128, device="cuda", dtype=torch.bfloat16)
-                  for _ in range(max(2, min(64, 2**29 // size)))]
+        try:
+            query = torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
+            layers = [torch.randn(2, batch, 8, tokens, 128, device="cuda", dtype=torch.bfloat16)
+                      for _ in range(max(2, min(64, 2**29 // size)))]
+        except RuntimeError as fault:  # too little memory
+            failed(f"attention by PyTorch, {tokens} tokens, batch {batch}: {fault}")
+            continue
         for name, backend in ("FlashAttention-2", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION):
             def attend():
                 with sdpa_kernel(backend):

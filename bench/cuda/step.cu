@@ -24,8 +24,10 @@
 #include <cstdlib>
 #include <freekv/core/size.hpp>
 #include <freekv/freekv.cuh>
+#include <iterator>
 #include <random>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "../../examples/support/fatal_signals.hpp"
@@ -271,6 +273,8 @@ void run(const arguments& of, std::size_t floats) {
 
 }  // namespace
 
+constexpr std::string_view summaries[] = {"min_max", "key_subspace", "key_codes", "window", "full"};
+
 int main(int argc, char** argv) {
   freekv::examples::report_fatal_signals("freekv-bench-cuda-step");
   arguments of;
@@ -288,9 +292,11 @@ int main(int argc, char** argv) {
   number(9, kv_heads);
   if (of.context < 2 * chunk || of.steps < 1 || of.batch < 1 || of.layers < 1 || of.replays < 0 ||
       kv_heads < 1 || query_heads < kv_heads || query_heads % kv_heads != 0 ||
-      !(of.similarity >= 0.0f && of.similarity <= 1.0f)) {
+      !(of.similarity >= 0.0f && of.similarity <= 1.0f) ||
+      std::count(std::begin(summaries), std::end(summaries), of.summary) == 0) {
     std::fprintf(stderr,
-                 "usage: %s CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY] [LAYERS 1] [REPLAYS 0] "
+                 "usage: %s CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] "
+                 "[SUMMARY min_max, key_subspace, key_codes, window or full] [LAYERS 1] [REPLAYS 0] "
                  "[QUERY_HEADS 32] [KV_HEADS 8], CONTEXT at least %d, query heads a multiple of KV heads\n",
                  argv[0], 2 * chunk);
     return 2;

@@ -330,7 +330,10 @@ inline constexpr auto& device_corrections = device_correction_list::choices;
 inline constexpr auto& completions = completion_list::choices;
 inline constexpr auto& residencies = residency_list::choices;
 inline constexpr auto& codecs = codec_list::choices;
-inline constexpr auto& evictions = eviction_list::choices;
+
+/// The policy that evicts, with the numbers that the method gives it. Throws choice_error, which names them
+/// all.
+eviction_list::any eviction_of(const method_spec& m, const method_data& data);
 
 template <class... Policies>
 bool takes_worths_by_name(policy_list<Policies...>, std::string_view name) {

@@ -4,9 +4,7 @@
 #include <algorithm>
 #include <limits>
 #include <utility>
-#include <variant>
 
-#include "eviction_numbers.hpp"
 #include "pipeline.hpp"
 
 namespace freekv::examples {
@@ -123,8 +121,7 @@ class evicting_pipeline_of_shape final : public pipeline {
     data.query_heads = o.query_heads;
     data.kv_heads = o.kv_heads;
     data.budget = s.budget;
-    s.eviction = find_by_name("eviction", evictions, o.method.eviction).make(o.method, data);
-    std::visit([&](auto& policy) { give_numbers(policy, o.method.eviction_values); }, s.eviction.chosen);
+    s.eviction = eviction_of(o.method, data);
     return s;
   }
   static pipeline_options everything(pipeline_options o) {

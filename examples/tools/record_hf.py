@@ -224,11 +224,13 @@ def record_into(chosen, ids, torch, transformers, interface, sdpa):
     recorder = Recorder(torch, sdpa, chosen.layers, chosen.dtype)
     interface.register(RECORDING, recorder)
     # Without a language model's head: its logits would be most of the memory.
-    model = load(f'"{chosen.model}"', lambda: transformers.AutoModel.from_pretrained(
-        chosen.model, attn_implementation=RECORDING))
+    # Loaded as this type, and not turned to it later, which would round the rotation's frequencies too.
+    version = [int(part) for part in transformers.__version__.split(".")[:2]]
     compute = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[chosen.compute]
-    model = load(f'"{chosen.model}" on {chosen.device}',
-                 lambda: model.to(device=chosen.device, dtype=compute).eval())
+    typed = {"dtype" if version >= [4, 56] else "torch_dtype": compute}
+    model = load(f'"{chosen.model}"', lambda: transformers.AutoModel.from_pretrained(
+        chosen.model, attn_implementation=RECORDING, **typed))
+    model = load(f'"{chosen.model}" on {chosen.device}', lambda: model.to(chosen.device).eval())
     cache = None
     with torch.no_grad():
         for begin in range(0, len(ids), chosen.chunk):

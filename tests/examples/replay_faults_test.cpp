@@ -58,6 +58,10 @@ TEST_CASE("events take traces of one layer, with one scale", "[faults]") {
   };
   CHECK(replayed(nullptr, nullptr).exit_code == 0);
   check_mentions(sentence_of(replayed("scale", "1.0")), {"other", "scale", "one layer's form"});
+  CHECK(replayed("layer", "7").exit_code == 0);  // which the first may be of, too
+  file_parts named = good_trace();
+  named.header["__metadata__"]["layer"] = "3";
+  store(f.trace(), named.whole());
   check_mentions(sentence_of(replayed("layer", "7")), {"other", "layer", "one layer's form"});
 }
 

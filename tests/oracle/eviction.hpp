@@ -1550,6 +1550,7 @@ inline void give_cake_budget(eviction_settings& s, const std::vector<double>& pr
   const int room = prompt - s.window, layers = static_cast<int>(preferences.size());
   double sum = 0;
   for (const double of : preferences) sum += of;
+  if (!(sum > 0)) return;  // attention that varies nowhere tells no layer apart
   std::vector<int> budgets;
   int left = layers * (s.budget - s.window);
   const double total = left;

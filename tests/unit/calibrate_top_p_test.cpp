@@ -5,6 +5,7 @@
 #include <freekv/freekv.hpp>
 #include <functional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "../catch.hpp"
@@ -104,7 +105,125 @@ struct selecting_case {
   }
 };
 
+/// Temperatures of several rows, where units are single tokens, from the definition in double precision.
+struct rows_case {
+  enum class pooled_by { mean_softmax, max_score, mean_query };
+  static constexpr int d = 64, page = 8, tokens = 30 * page, kv_heads = 2, group = 3, candidates = 27 * page;
+  pooled_by pooling{};
+  bool each = false;  // query head selects for itself
+  double p = 0.8, soft_cap = 0.0;
+  int rows = 1;
+  std::vector<float> keys, queries;
+
+  rows_case(dice& dealt, int of_rows)
+      : rows(of_rows),
+        keys(normals(dealt, count(tokens * kv_heads * d))),
+        queries(normals(dealt, count(of_rows * kv_heads * group * d))) {}
+
+  template <class Scope>
+  std::vector<float> calibrated() const {
+    using shape = freekv::kv_shape<float, d>;
+    using pipeline = freekv::retrieval_pipeline<
+        shape, freekv::page_size<page>, freekv::unit<1>, freekv::mean, Scope,
+        freekv::any_of<freekv::mean_softmax, freekv::max_score, freekv::mean_query>, freekv::top_p,
+        freekv::complete_first<0>>;
+    typename pipeline::settings s{.model = {1, kv_heads * group, kv_heads},
+                                  .budget = {.sink = page, .window = 2 * page, .selected_units = candidates},
+                                  .capacity = {.max_tokens = tokens + 1}};
+    if (pooling == pooled_by::max_score) s.pooling = freekv::max_score{};
+    if (pooling == pooled_by::mean_query) s.pooling = freekv::mean_query{};
+    s.attention.soft_cap = static_cast<float>(soft_cap);
+    s.selection = {static_cast<float>(p), {}};
+    std::vector<float> temperatures(kv_heads);
+    freekv::calibrate_top_p<shape>(freekv::checked_settings<d>(s), 0, keys, queries, temperatures);
+    return temperatures;
+  }
+
+  double score(int row, int query_head, int candidate) const {
+    double sum = 0;
+    for (int i = 0; i < d; ++i)
+      sum += double{queries[count((row * kv_heads * group + query_head) * d + i)]} *
+             double{keys[count(((page + candidate) * kv_heads + query_head / group) * d + i)]};
+    return sum / 8;
+  }
+  static std::vector<double> softmax(std::vector<double> scores, double temperature = 1) {
+    const double most = *std::max_element(scores.begin(), scores.end());
+    double sum = 0;
+    for (double& of : scores) sum += of = std::exp((of - most) / temperature);
+    for (double& of : scores) of /= sum;
+    return scores;
+  }
+  /// What query heads rank the candidates by, and how many have p of their attention.
+  std::pair<std::vector<double>, int> ranked(int row, int first_head, int heads) const {
+    std::vector<double> shares(count(candidates)),
+        pooled(shares.size(), pooling == pooled_by::max_score ? -1e9 : 0);
+    for (int head = first_head; head < first_head + heads; ++head) {
+      std::vector<double> scores, capped;
+      for (int j = 0; j < candidates; ++j) {
+        scores.push_back(score(row, head, j));
+        capped.push_back(soft_cap == 0 ? scores.back() : soft_cap * std::tanh(scores.back() / soft_cap));
+      }
+      const auto own = softmax(scores), of_attention = softmax(capped);
+      for (std::size_t j = 0; j < shares.size(); ++j) {
+        shares[j] += of_attention[j] / heads;
+        if (pooling == pooled_by::mean_softmax) pooled[j] += own[j] / heads;
+        if (pooling == pooled_by::max_score) pooled[j] = std::max(pooled[j], scores[j]);
+        if (pooling == pooled_by::mean_query) pooled[j] += scores[j] / heads;
+      }
+    }
+    for (double& of : pooled)
+      if (pooling == pooled_by::mean_softmax) of = std::log(of);
+    std::sort(shares.begin(), shares.end(), std::greater<>());
+    std::sort(pooled.begin(), pooled.end(), std::greater<>());
+    int fewest = 0;
+    for (double taken = 0; taken < static_cast<double>(static_cast<float>(p));
+         taken += shares[count(fewest++)]) {
+    }
+    return {pooled, fewest};
+  }
+  double wanted(int kv_head) const {
+    std::vector<std::pair<std::vector<double>, int>> all;
+    for (int row = 0; row < rows; ++row)
+      for (int nth = 0; nth < (each ? group : 1); ++nth)
+        all.push_back(ranked(row, kv_head * group + nth, each ? 1 : group));
+    const auto share = [&](double temperature) {
+      double sum = 0;
+      for (const auto& [pooled, fewest] : all) {
+        const auto masses = softmax(pooled, temperature);
+        for (int j = 0; j < fewest; ++j) sum += masses[count(j)] / static_cast<double>(all.size());
+      }
+      return sum;
+    };
+    double low = 1e-3, high = 10;
+    while (high / low > 1 + 1e-9) {
+      const double middle = std::sqrt(low * high);
+      (share(middle) >= static_cast<double>(static_cast<float>(p)) ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
 }  // namespace
+
+TEST_CASE(
+    "temperatures of several rows, of each pooling and of query heads by themselves are the definition's",
+    "[top_p]") {
+  dice d(31);
+  for (const auto pooling : {rows_case::pooled_by::mean_softmax, rows_case::pooled_by::max_score,
+                             rows_case::pooled_by::mean_query})
+    for (const bool each : {false, true})
+      for (const double soft_cap : {0.0, 1.0}) {
+        rows_case c(d, d.one_of({1, 2, 5}));
+        c.pooling = pooling, c.each = each, c.soft_cap = soft_cap, c.p = d.one_of({0.5, 0.9});
+        const auto got = each ? c.calibrated<freekv::per_query_head>() : c.calibrated<freekv::per_kv_head>();
+        for (int head = 0; head < c.kv_heads; ++head) {
+          const double want = c.wanted(head);
+          INFO("pooling " << static_cast<int>(pooling) << ", each " << each << ", rows " << c.rows << ", p "
+                          << c.p << ", soft cap " << soft_cap << ", KV head " << head);
+          CHECK(std::fabs(double{got[count(head)]} / want - 1) < 1e-4);
+        }
+      }
+}
 
 TEST_CASE("temperatures are the same where keys are stored in units of a power of two", "[top_p]") {
   dice d(22);

@@ -520,7 +520,7 @@ TEST_CASE("the oracle knows every policy that programs offer, or a file in tests
   compare(freekv::examples::poolings, tests::oracle_poolings);
   compare(freekv::examples::selections, tests::oracle_selections);
   compare(freekv::examples::corrections, tests::oracle_corrections);
-  compare(freekv::examples::evictions, tests::oracle_evictions);
+  compare(freekv::examples::eviction_list::choices, tests::oracle_evictions);
 }
 
 TEST_CASE("what differs from a summary's definition is told", "[conforms]") {

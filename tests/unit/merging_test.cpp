@@ -218,6 +218,37 @@ std::pair<double, double> last_row_of(const Eviction& eviction, int budget, cons
   return {static_cast<double>(out[0]), static_cast<double>(lse[0])};
 }
 
+TEST_CASE("of tokens that are all as similar d2o loses none to rounding", "[eviction][merging]") {
+  dice random(7);
+  int lost = 0;
+  for (int set = 0; set < 1000; ++set) {
+    const int leaving = 1 + set % 7;
+    std::vector<float> keys = normals(random, 2 * 8);  // the second is that of all that leave
+    for (int more = 1; more < leaving; ++more)
+      for (int i = 0; i < 8; ++i) keys.push_back(keys[count(8 + i)]);
+    std::vector<double> lengths;
+    std::vector<std::int32_t> tokens;
+    for (int i = 0; i <= leaving; ++i) {
+      lengths.push_back(std::sqrt(freekv::exact_product(&keys[count(i * 8)], &keys[count(i * 8)], 8)));
+      tokens.push_back(i);
+    }
+    const freekv::merging_tokens of{.staying = 1,
+                                    .leaving = leaving,
+                                    .tokens = tokens.data(),
+                                    .keys = keys.data(),
+                                    .lengths = lengths.data(),
+                                    .head_dim = 8};
+    freekv::d2o::head_memory memory;
+    for (int cut = 0; cut < 3; ++cut) {
+      std::vector<freekv::merge_fate> fates(tokens.size());
+      freekv::d2o{}.merge(of, {}, memory, fates.data());
+      lost +=
+          static_cast<int>(std::count_if(fates.begin() + 1, fates.end(), [](auto f) { return f.into < 0; }));
+    }
+  }
+  CHECK(lost == 0);
+}
+
 TEST_CASE("hard_kv_pairs merges the i-th worst into the i-th best", "[eviction][merging]") {
   const std::vector<std::int32_t> tokens{3, 5, 8, 40, 4, 6, 7};  // 40 is of the window
   const std::vector<double> shares{0.1, 0.3, 0.3, 0.05, 0.02, 0.01, 0.02};

@@ -121,18 +121,19 @@ TEST_CASE("a row of NaN says nothing of hard_kv's temperature", "[eviction][not_
   CHECK(without_a_row.size() + 5 > kept.size());
 }
 
-TEST_CASE("a token that leaves with a NaN key merges into none", "[eviction][merging][not_finite]") {
+TEST_CASE("a token that leaves with a NaN key or value merges into none", "[eviction][merging][not_finite]") {
   constexpr freekv::layer_kind window[] = {freekv::layer_kind::window};
   freekv::razor_attention_compensated razor{.kinds = window, .kv_heads = 1};
-  for (const any_eviction& eviction : {any_eviction(freekv::d2o{}), any_eviction(razor)}) {
-    INFO(freekv::detail::printed(eviction));
-    rows_of_text text(7);
-    text.keys[10 * d] = quiet_nan;
-    decoder decoder(eviction, 16);
-    std::vector<float> out;
-    for (int row = 0; row < 60; ++row) out = decoder.step(text, 1);
-    CHECK(std::all_of(out.begin(), out.end(), [](float x) { return std::isfinite(x); }));
-  }
+  for (const any_eviction& eviction : {any_eviction(freekv::d2o{}), any_eviction(razor)})
+    for (const auto rows : {&rows_of_text::keys, &rows_of_text::values}) {
+      INFO(freekv::detail::printed(eviction) << (rows == &rows_of_text::values ? ", value" : ", key"));
+      rows_of_text text(7);
+      (text.*rows)[count((rows == &rows_of_text::values ? 20 : 10) * d)] = quiet_nan;
+      decoder decoder(eviction, 16);
+      std::vector<float> out;
+      for (int row = 0; row < 60; ++row) out = decoder.step(text, 1);
+      CHECK(std::all_of(out.begin(), out.end(), [](float x) { return std::isfinite(x); }));
+    }
 }
 
 TEST_CASE("cake shares out what there is, whatever its taus", "[eviction][not_finite]") {

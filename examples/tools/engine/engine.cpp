@@ -75,6 +75,10 @@ chosen_options options_of(int argc, char** argv, bool& helped) {
   if (model == model_shapes.end())
     throw choice_error("model " + cited(o.model_name) + " is unknown; choose one of " + models);
   o.model = *model;
+  if (o.context > 0 && (o.prompt > 0 || o.output > 0 || o.chunk > 0))
+    throw choice_error(
+        "--context gives every sequence random keys and values, and --prompt, --output and --chunk are of "
+        "requests whose prompts the model computes; leave out one or the others");
   const bool tiny = o.model.head_dim < 128;
   const auto default_of = [&](int& value, int of_tiny, int of_others) {
     if (value == 0) value = tiny ? of_tiny : of_others;
@@ -184,8 +188,9 @@ int run(int argc, char** argv) {
       plain != nullptr && plain != variant) {
     chosen_options same = o;
     const std::int64_t page = plain->page_tokens, pages = o.max_tokens() / page + 1;
-    same.attends_to.window +=
-        static_cast<int>(page * std::min<std::int64_t>(o.attends_to.selected_units, pages));
+    const std::int64_t more = page * std::min<std::int64_t>(o.attends_to.selected_units, pages);
+    same.attends_to.window =
+        static_cast<int>(std::min<std::int64_t>(o.attends_to.window, page * pages) / page * page + more);
     same.report_every = 0;
     const double without = milliseconds(decode(*plain, same));
     json["ms_a_step_without_retrieval"] = without;

@@ -236,7 +236,8 @@ class engine {
       }
       waiting_.pop_front();
       open(r);
-      if (r.forks && has_room()) fork(running_.back());
+      // Once, however often it gives way and is opened again.
+      if (std::exchange(running_.back().of.forks, false) && has_room()) fork(running_.back());
     }
   }
   bool has_room() const { return static_cast<int>(running_.size()) < options_.batch; }

@@ -10,7 +10,7 @@ namespace freekv::examples {
 
 /// About normal numbers, each by its index: the sum of four uniform ones.
 FREEKV_HD inline float random_normal(std::uint64_t seed, std::uint64_t index) {
-  const std::uint64_t x = freekv::detail::splitmix64(seed << 48 ^ index);
+  const std::uint64_t x = freekv::detail::splitmix64(freekv::detail::splitmix64(seed) ^ index);
   const auto sum = static_cast<float>((x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48));
   return (sum - 131070.0f) * (1.7320508f / 65536.0f);
 }

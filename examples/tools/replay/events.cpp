@@ -33,7 +33,8 @@ constexpr std::array<std::pair<std::string_view, event::kind>, 8> operations{{
 /// Reads line after line, and keeps books of what each sequence has.
 class event_reader {
  public:
-  event_reader(const fs::path& path, std::optional<data_type> element) : path_(path), element_(element) {
+  event_reader(const fs::path& path, std::optional<data_type> element, bool scale_is_given)
+      : path_(path), element_(element), scale_is_given_(scale_is_given) {
     std::istringstream in(read_text_file(path, "name a file of events"));
     for (std::string text; std::getline(in, text);) {
       ++line_;
@@ -114,9 +115,11 @@ class event_reader {
       refuse(e.what());
     }
     const trace_form &first = file_.forms.front(), &last = file_.forms.back();
+    const auto scale = [](const trace_form& t) { return t.scale != 0 ? t.scale : 1 / std::sqrt(t.head_dim); };
+    const bool other_scale = !scale_is_given_ && std::abs(scale(last) / scale(first) - 1) > 1e-6;
     if (last.query_heads != first.query_heads || last.kv_heads != first.kv_heads ||
-        last.head_dim != first.head_dim || last.element != first.element || last.scale != first.scale ||
-        last.sink_logits != first.sink_logits || last.layer != first.layer)
+        last.head_dim != first.head_dim || last.element != first.element || other_scale ||
+        last.sink_logits != first.sink_logits || (last.layer && first.layer && last.layer != first.layer))
       refuse(cited_path(path) +
              " has other heads, head_dim, element type, scale, sink logits or layer than " +
              cited_path(file_.traces.front()) + "; the traces of all sequences are of one layer's form");
@@ -218,6 +221,7 @@ class event_reader {
 
   fs::path path_;
   std::optional<data_type> element_;
+  bool scale_is_given_;
   int line_ = 0;
   event_file file_;
   std::vector<books> books_;  // by sequence
@@ -225,8 +229,8 @@ class event_reader {
 
 }  // namespace
 
-event_file read_events(const fs::path& path, std::optional<data_type> element) {
-  return event_reader(path, element).take();
+event_file read_events(const fs::path& path, std::optional<data_type> element, bool scale_is_given) {
+  return event_reader(path, element, scale_is_given).take();
 }
 
 }  // namespace freekv::examples

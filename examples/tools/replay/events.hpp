@@ -42,6 +42,7 @@ struct event_file {
 
 /// Relative names of traces count from the working directory, or else from the file's folder. `element`: what
 /// --dtype asks for. Throws file_error or choice_error, which names the line.
-event_file read_events(const std::filesystem::path& path, std::optional<data_type> element);
+event_file read_events(const std::filesystem::path& path, std::optional<data_type> element,
+                       bool scale_is_given = false);
 
 }  // namespace freekv::examples

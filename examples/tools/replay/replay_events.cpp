@@ -262,7 +262,7 @@ class event_replay {
 }  // namespace
 
 replayed_events replay_events(const replay_options& o, host_backend& backend) {
-  const event_file file = read_events(*o.events, wanted_element(o.dtype));
+  const event_file file = read_events(*o.events, wanted_element(o.dtype), o.scale != 0);
   if (o.out) {
     std::vector<std::filesystem::path> read = file.traces;
     read.push_back(*o.events);

@@ -202,6 +202,7 @@ class pipeline_memory {
     const std::size_t all = slices.slice_bytes * to_size(s.store_pages()) * to_size(s.model.kv_heads);
     if (s.capacity.store_file) {
       slices.file = file;
+      if (all > carver::most - bytes.file) carver::refuse();
       bytes.file += all;
     } else {
       slices.data = slow.take<std::byte>(all);

@@ -45,11 +45,12 @@ struct d2o : h2o {
       fates[i].into = of.nearest(i);
       sum += fates[i].weight = of.cosine(i, fates[i].into);
     }
+    constexpr double rounding = 1e-12;  // of means, above which no cosine need be where all are alike
     const double mean = sum / of.leaving, part = static_cast<double>(beta);
     memory = {memory.begun ? part * mean + (1.0 - part) * memory.threshold : mean, true};
     for (int i = 0; i < of.staying; ++i) fates[i].weight = std::numbers::e;
     for (int i = of.staying; i < of.end(); ++i) {
-      if (!(fates[i].weight >= memory.threshold)) fates[i].into = -1;
+      if (!(fates[i].weight >= memory.threshold - rounding)) fates[i].into = -1;
       fates[i].weight = std::exp(fates[i].weight);
     }
   }

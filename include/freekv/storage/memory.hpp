@@ -42,12 +42,13 @@ class carver {
   std::size_t used() const { return used_; }
   std::byte* base() const { return base_; }
 
- private:
+  /// Bytes that settings may take, in memory and in a file.
   static constexpr std::size_t most = std::size_t{1} << 62;
   [[noreturn]] [[gnu::cold]] static void refuse() {
     throw settings_error("these settings take more than 2^62 bytes of memory; lower tokens, layers or heads");
   }
 
+ private:
   std::byte* base_;
   std::size_t used_ = 0;
 };

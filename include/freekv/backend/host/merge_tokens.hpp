@@ -41,13 +41,18 @@ struct token_merger {
   void merge_all() const {
     std::fill_n(w.next, of.end(), -1);
     for (int i = of.end(); i-- > of.staying;)
-      if (const int into = w.fates[i].into; into >= 0 && into < of.staying && std::isfinite(of.lengths[i]))
+      if (const int into = w.fates[i].into;
+          into >= 0 && into < of.staying && std::isfinite(of.lengths[i]) && has_finite_value(i))
         w.next[i] = std::exchange(w.next[into], i);
     for (int into = 0; into < of.staying; ++into)
       if (w.next[into] >= 0) merge_into(into);
   }
 
  private:
+  bool has_finite_value(int i) const {
+    const Element* const value = slice.value + places[i] * slice.stride;
+    return std::all_of(value, value + HeadDim, [](Element x) { return std::isfinite(to_float(x)); });
+  }
   /// Calls `visit(token)` for one that stays and all that merge into it.
   template <class Visit>
   void each(int into, const Visit& visit) const {
