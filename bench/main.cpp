@@ -30,6 +30,7 @@ void run(int argc, char** argv) {
   std::string out = ".", commit = "unknown";
   std::vector<int> threads{1, 2};
   const std::vector<std::string> all_parts{"score", "recall", "step", "two_levels", "decoding"};
+  const std::string part_names = CLI::detail::join(all_parts, ", ");
   std::vector<std::string> parts = all_parts, texts;
   std::string only, model, chosen;
   int rounds = 15;
@@ -42,8 +43,7 @@ void run(int argc, char** argv) {
   app.add_option("--threads", threads, "Threads; several allowed")->delimiter(',');
   app.add_option("--instructions", chosen, "baseline, avx2 or avx512; without it the best there are")
       ->take_last();
-  app.add_option("--part", parts, "score, recall, step, two_levels, decoding; several allowed")
-      ->delimiter(',');
+  app.add_option("--part", parts, part_names + "; several allowed")->delimiter(',');
   app.add_option("--model", model, "Of decoding: a GGUF file; without one it is left out")->take_last();
   app.add_option("--text", texts, "Of decoding: files to decode; several allowed")->delimiter(',');
   app.add_option("--case", only, "Those alone whose names hold this")->take_last();
@@ -55,8 +55,7 @@ void run(int argc, char** argv) {
     if (count < 1) throw examples::choice_error("--threads " + std::to_string(count) + " is below 1");
   for (const std::string& part : parts)
     if (std::find(all_parts.begin(), all_parts.end(), part) == all_parts.end())
-      throw examples::choice_error("--part " + part +
-                                   " is unknown; choose among score, recall, step, two_levels and decoding");
+      throw examples::choice_error("--part " + part + " is unknown; choose among: " + part_names);
   const host::isa instructions = chosen.empty() ? host::best_isa() : instructions_of(chosen);
   const machine on = this_machine();
   std::filesystem::create_directories(out);

@@ -48,7 +48,7 @@ case $((round % 4)) in
      head_dim=128 element=bfloat16  # freekv-replay's other shape on devices
      released+=(-DFREEKV_DEVICE_PIPELINES=ON) ;;  # policies of a device that are chosen at run time
   1) sanitized+=(-DFREEKV_ELEMENTS="float;half") ;;
-  2) threads=(events_test) sanitized+=(-DFREEKV_C_LIBRARY=ON)
+  2) threads=(events_test) sanitized+=(-DFREEKV_C_LIBRARY=ON -DBUILD_SHARED_LIBS=OFF)  # as released a shared one
      released+=(-DFREEKV_ENGINE_METHODS="streaming_llm;freekv_paper"
                -DFREEKV_C_LIBRARY=ON -DFREEKV_C_SHAPES="bfloat16_128;float_64;fp8_e4m3_64") ;;
   3) released+=(-DFREEKV_BENCH=ON) ;;

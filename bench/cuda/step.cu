@@ -273,7 +273,20 @@ void run(const arguments& of, std::size_t floats) {
 
 }  // namespace
 
-constexpr std::string_view summaries[] = {"min_max", "key_subspace", "key_codes", "window", "full"};
+struct measured_summary {
+  std::string_view name;
+  void (*run)(const arguments& of);
+};
+
+constexpr measured_summary summaries[] = {
+    {"min_max", [](const arguments& of) { run<min_max>(of, 0); }},
+    {"key_subspace",
+     [](const arguments& of) { run<subspace>(of, to_size(of.layers) * kv_heads * 25 * head_dim); }},
+    {"key_codes",
+     [](const arguments& of) { run<codes>(of, to_size(of.layers) * kv_heads * books().floats_per_head()); }},
+    {"window", [](const arguments& of) { run<min_max, layer_kind::window>(of, 0); }},
+    {"full", [](const arguments& of) { run<min_max, layer_kind::complete>(of, 0); }},
+};
 
 int main(int argc, char** argv) {
   freekv::examples::report_fatal_signals("freekv-bench-cuda-step");
@@ -290,10 +303,11 @@ int main(int argc, char** argv) {
   number(7, of.replays);
   number(8, query_heads);
   number(9, kv_heads);
+  const auto* const measured = std::find_if(std::begin(summaries), std::end(summaries),
+                                            [&](const auto& s) { return s.name == of.summary; });
   if (of.context < 2 * chunk || of.steps < 1 || of.batch < 1 || of.layers < 1 || of.replays < 0 ||
       kv_heads < 1 || query_heads < kv_heads || query_heads % kv_heads != 0 ||
-      !(of.similarity >= 0.0f && of.similarity <= 1.0f) ||
-      std::count(std::begin(summaries), std::end(summaries), of.summary) == 0) {
+      !(of.similarity >= 0.0f && of.similarity <= 1.0f) || measured == std::end(summaries)) {
     std::fprintf(stderr,
                  "usage: %s CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] "
                  "[SUMMARY min_max, key_subspace, key_codes, window or full] [LAYERS 1] [REPLAYS 0] "
@@ -303,16 +317,7 @@ int main(int argc, char** argv) {
   }
   if (int devices = 0; cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) return 77;
   try {
-    if (of.summary == "key_subspace")
-      run<subspace>(of, to_size(of.layers) * kv_heads * 25 * head_dim);
-    else if (of.summary == "key_codes")
-      run<codes>(of, to_size(of.layers) * kv_heads * books().floats_per_head());
-    else if (of.summary == "window")
-      run<min_max, layer_kind::window>(of, 0);
-    else if (of.summary == "full")
-      run<min_max, layer_kind::complete>(of, 0);
-    else
-      run<min_max>(of, 0);
+    measured->run(of);
   } catch (const freekv::error& e) {
     std::fprintf(stderr, "%s\n", e.what());
     return 1;

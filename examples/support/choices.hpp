@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <freekv/core/size.hpp>
 #include <freekv/freekv.hpp>
+#include <limits>
 #include <map>
 #include <span>
 #include <stdexcept>
@@ -22,6 +23,12 @@ namespace freekv::examples {
 struct choice_error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+/// As the library has a number: what float32 does not hold becomes its largest or lowest.
+inline float nearest_float(double value) {
+  constexpr double largest = std::numeric_limits<float>::max();
+  return static_cast<float>(std::clamp(value, -largest, largest));
+}
 
 /// What the rows of a basis are, which programs learn from keys.
 enum class basis_rows { axes, pairs, centroids, hyperplanes };

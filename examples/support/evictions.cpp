@@ -1,7 +1,6 @@
 // Policies that evict, and their numbers by their members' names.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <map>
 #include <sstream>
 #include <string>
@@ -65,14 +64,12 @@ void give_numbers(const std::vector<policy_number>& there, std::string_view poli
       throw choice_error(std::string(policy) + " has no number " + cited(wanted) +
                          (names.empty() ? "; it has none" : names));
     }
-    constexpr double largest = std::numeric_limits<float>::max();
     const auto refuse = [&](const char* what) {
       std::ostringstream printed;
       printed << number;
       throw choice_error(std::string(policy) + ": " + wanted + " of " + printed.str() + what);
     };
-    if (float* const* const real = std::get_if<float*>(&found->member))
-      **real = static_cast<float>(std::clamp(number, -largest, largest));
+    if (float* const* const real = std::get_if<float*>(&found->member)) **real = nearest_float(number);
     if (int* const* const whole = std::get_if<int*>(&found->member)) {
       if (!(std::abs(number) <= 0x1p30 && number == std::trunc(number)))
         refuse(" is not a whole number, or too large");

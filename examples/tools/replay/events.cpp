@@ -115,8 +115,8 @@ class event_reader {
       refuse(e.what());
     }
     const trace_form &first = file_.forms.front(), &last = file_.forms.back();
-    const auto scale = [](const trace_form& t) { return t.scale != 0 ? t.scale : 1 / std::sqrt(t.head_dim); };
-    const bool other_scale = !scale_is_given_ && std::abs(scale(last) / scale(first) - 1) > 1e-6;
+    const bool other_scale =
+        !scale_is_given_ && std::abs(last.scale_of_scores() / first.scale_of_scores() - 1) > 1e-6;
     if (last.query_heads != first.query_heads || last.kv_heads != first.kv_heads ||
         last.head_dim != first.head_dim || last.element != first.element || other_scale ||
         last.sink_logits != first.sink_logits || (last.layer && first.layer && last.layer != first.layer))

@@ -83,7 +83,7 @@ std::vector<measured_head> measure(const trace& t, const head_options& o, host_b
 void attend(const trace& t, const std::vector<float>& keys, int token, int query_head,
             std::vector<double>& weights) {
   const int head = query_head / (t.query_heads / t.kv_heads), d = t.head_dim;
-  const double scale = t.scale != 0 ? t.scale : 1 / std::sqrt(static_cast<double>(d));
+  const double scale = t.scale_of_scores();
   const auto query = t.queries_of(token, 1).subspan(to_size(query_head * d), to_size(d));
   double largest = -std::numeric_limits<double>::infinity(), sum = 0;
   for (int i = 0; i <= token; ++i) {

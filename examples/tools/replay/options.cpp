@@ -61,12 +61,6 @@ double positive_float_or_zero(const std::string& option, const std::string& text
 /// The decimal number of six digits that a float stands for: 0.85 of 0.85f.
 double decimal(float value) { return *number_in<double>(top_p{value}.values()); }
 
-/// A share or threshold as the library has it: what float32 does not hold becomes its largest or lowest
-/// number.
-float nearest_float(double value) {
-  return static_cast<float>(std::clamp(value, -largest_float, largest_float));
-}
-
 /// A list of names alone.
 template <std::size_t N>
 std::array<choice<std::string_view>, N> named(const std::string_view (&names)[N]) {

@@ -171,12 +171,13 @@ void replay_steps(pipeline& p, pipeline& exact, const trace& t, bool takes_worth
     });
     if (!full_first) attend_full();
     s.seconds.push_back(seconds);
-    if (&exact == &p) {
-      compare(out, lse, full, full_lse, s.errors);
-    } else {
+    const bool is_coded = &exact != &p;
+    if (is_coded) {
       p.attend_full(0, coded, coded_lse);
       compare(coded, coded_lse, full, full_lse, *s.codec_errors);
-      compare(out, lse, full, coded_lse, s.errors);
+    }
+    compare(out, lse, full, is_coded ? coded_lse : full_lse, s.errors);
+    if (is_coded) {
       exact.attend(0, full, full_lse);
       exact.end_step();
     }

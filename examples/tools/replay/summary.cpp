@@ -16,11 +16,6 @@ json number(double x) { return std::isfinite(x) ? json(x) : json(nullptr); }
 
 json share(double part, double whole) { return whole > 0 ? number(part / whole) : json(nullptr); }
 
-double scale_of(const replay_options& o, const trace_form& t) {
-  const double said = o.scale != 0 ? o.scale : t.scale;
-  return said != 0 ? said : 1 / std::sqrt(double(t.head_dim));
-}
-
 /// Whatever the command line says, for all layers.
 json settings_of(const replay_options& o, const host_options& host) {
   const method_spec& m = o.method;
@@ -83,9 +78,13 @@ json settings_of(const replay_options& o, const host_options& host) {
 
 /// What depends on the trace.
 json form_of(const replay_options& o, const trace_form& t) {
-  return {{"dtype", dtype_name(t.element)}, {"tokens", t.tokens},     {"prompt_len", t.prompt_len},
-          {"query_heads", t.query_heads},   {"kv_heads", t.kv_heads}, {"head_dim", t.head_dim},
-          {"scale", scale_of(o, t)}};
+  return {{"dtype", dtype_name(t.element)},
+          {"tokens", t.tokens},
+          {"prompt_len", t.prompt_len},
+          {"query_heads", t.query_heads},
+          {"kv_heads", t.kv_heads},
+          {"head_dim", t.head_dim},
+          {"scale", o.scale != 0 ? o.scale : t.scale_of_scores()}};
 }
 
 json errors_of(const head_errors& e) {

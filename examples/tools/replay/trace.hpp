@@ -1,6 +1,7 @@
 // A recorded layer: queries, keys and values of one sequence, prompt first.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <filesystem>
 #include <freekv/core/size.hpp>
@@ -24,10 +25,12 @@ struct trace_form {
   int probe_rows = 0;               ///< that observe the prompt; 0: the trace has none
   std::optional<double> rope_base;  ///< where the trace says it
   std::string rope_pairs = "halves";
-  double scale = 0.0;         ///< of the model's scores, where the trace says it; 0: 1 / sqrt(head_dim)
+  double scale = 0.0;         ///< of the model's scores, where the trace says it, or 0
   std::optional<int> period;  ///< after how many tokens the text repeats itself, where the trace says so
 
   int steps() const { return tokens - prompt_len; }
+  /// 1 / sqrt(head_dim) where the trace does not say it.
+  double scale_of_scores() const { return scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(head_dim)); }
 };
 
 /// A trace as `freekv-replay` reads and `freekv-record` writes it: tensors `q` (tokens, query_heads,
