@@ -59,6 +59,7 @@ inline random_case make_events(std::uint64_t seed) {
   o.max_tokens = o.page * d.between(6, 14) + d.below(o.page);
   o.store_tokens = std::int64_t{o.max_tokens} * d.between(1, 3);
   few_frames(c, d);
+  if (d.below(2) == 0) o.budget.sink = 0, o.budget.window = o.page;  // most pages can be selected
   c.prompt = c.steps = 0;
   if (seed % 5 == 0) give_unit(c, 1 << seed / 5 % 4);
   if (d.below(2) == 0) c.turn = 0.5f;  // so that a row more or less decides about drift
