@@ -321,3 +321,50 @@ TEST_CASE("calibrate_top_p says what it is lacking, and what takes no temperatur
   together.selection = {0.9f, {temperatures.data(), 1, 2}};
   CHECK_THROWS_AS(freekv::checked_settings<64>(together), freekv::settings_error);
 }
+
+TEST_CASE("units are selected by scores of selection_scale, and temperatures grow with it", "[top_p]") {
+  using shape = freekv::kv_shape<float, 64>;
+  using pipeline = freekv::retrieval_pipeline<shape, freekv::page_size<8>, freekv::unit<1>, freekv::mean,
+                                              freekv::mean_score, freekv::top_p, freekv::complete_first<0>>;
+  dice d(31);
+  const auto keys = normals(d, 240 * 64), queries = normals(d, 64);
+  const auto of = [&](float selection_scale) {
+    pipeline::settings s{.model = {1, 1, 1},
+                         .budget = {.sink = 8, .window = 16, .selected_units = 200},
+                         .capacity = {.max_tokens = 241}};
+    s.attention.selection_scale = selection_scale;
+    s.selection = {0.8f, {}};
+    float temperature = 0.0f;
+    freekv::calibrate_top_p<shape>(freekv::checked_settings<64>(s), 0, keys, queries, {&temperature, 1});
+    return temperature;
+  };
+  CHECK(of(0.25f) == Approx(2.0f * of(0.125f)).epsilon(1e-5));  // scale is 0.125
+}
+
+TEST_CASE("scores beyond float32 by their temperature count as the largest float", "[top_p]") {
+  using pipeline = freekv::retrieval_pipeline<freekv::kv_shape<float, 8>, freekv::page_size<8>, freekv::mean,
+                                              freekv::max_score, freekv::top_p, freekv::always,
+                                              freekv::every_layer<freekv::layer_kind::retrieval>>;
+  const float temperature = 0.1f;
+  freekv::host_backend backend;
+  pipeline p({.model = {.layers = 1, .query_heads = 1, .kv_heads = 1},
+              .budget = {.sink = 0, .window = 8, .selected_units = 4},
+              .capacity = {.max_tokens = 100},
+              .attention = {.scale = 1.0f},
+              .selection = {0.6f, {&temperature, 1, 1}}},
+             backend);
+  const auto id = p.open();
+  std::vector<float> keys(81 * 8), query(8), out(8);
+  for (int t = 16; t < 32; ++t) keys[count(t * 8)] = 1e19f;
+  query[0] = 1e19f;
+  auto prompt = p.begin_step({{id, 80, freekv::step_phase::prefill}});
+  const std::span<const float> rows(keys);
+  prompt.append<float>(0, {.keys = rows.first(640), .values = rows.first(640)});
+  prompt.end();
+  auto step = p.begin_step({{id}});
+  step.append<float>(0, {.keys = rows.last(8), .values = rows.last(8), .queries = query});
+  step.attend(0, out);
+  step.end();
+  CHECK(p.report(0)[id].attended_count[0] == 2);
+  CHECK(p.report(0)[id].attended[0] == 2);
+}

@@ -507,6 +507,38 @@ TEST_CASE("a query head of NaN among a prompt's last rows leaves pages' values t
   }
 }
 
+TEST_CASE("query heads of NaN in a step leave pages' values to the others, or as they were", "[completion]") {
+  dice dice(seed(85));
+  for (int trial = 0; trial < some_of(10); ++trial) {
+    sizes of = random_sizes(dice);
+    of.group = 2, of.unit = 0;
+    const auto basis = random_basis(dice, of.kv_heads, d, d);
+    auto s = settings_of(of, basis, dice);
+    s.completion = freekv::page_values{.refreshed = 1.0f};
+    freekv::host_backend backend;
+    completed pipeline(s, backend);
+    rows_of_text text(dice, s.capacity.max_tokens, s);
+    make_pages_alike(text, dice, of.page, of.kv_heads);
+    INFO(of << ", " << pipeline.name() << ", trial " << trial);
+    std::vector<output> got;
+    for (int heads = 0; heads <= 2; ++heads) {
+      rows_of_text spoilt = text;
+      for (int head = 0; head < of.kv_heads; ++head)
+        for (int g = 0; g < heads; ++g)
+          spoilt.q[count(9 * of.page) * text.query_row + count((head * 2 + g) * d)] = quiet_nan;
+      const auto id = pipeline.open();
+      run(pipeline, id, spoilt, 9 * of.page, step_phase::prefill);
+      run(pipeline, id, spoilt, 1, step_phase::decode);
+      got.push_back(run(pipeline, id, spoilt, 1, step_phase::decode));
+    }
+    // Where a page's values are alike, and scores exact, it is full attention whatever is selected.
+    for (const output& other : {got[1], got[2]}) {
+      for (std::size_t i = 0; i < other.lse.size(); ++i) CHECK(is_near(other.lse[i], got[0].lse[i], 1e-4));
+      for (std::size_t i = 0; i < other.out.size(); ++i) CHECK(is_near(other.out[i], got[0].out[i], 1e-3));
+    }
+  }
+}
+
 TEST_CASE("a fork completes as its parent does, bit for bit, whoever else is in the step", "[completion]") {
   dice dice(seed(73));
   for (int trial = 0; trial < some_of(10); ++trial) {
@@ -761,6 +793,14 @@ TEST_CASE("values that are not finite stand for no page", "[completion]") {
     for (const float x : got.out) finite = finite && std::isfinite(x);
     CHECK((finite || attends));
   }
+}
+
+TEST_CASE("values too small for 8 bits are kept as values near 0", "[completion]") {
+  std::vector<float> numbers(24, 1e-44f), back(24, 7.0f);
+  std::vector<std::byte> stored(freekv::detail::page_value_bytes(24));
+  freekv::detail::write_page_value(numbers.data(), 24, stored.data());
+  CHECK(freekv::detail::read_page_value(stored.data(), 24, back.data()));
+  for (const float x : back) CHECK(std::fabs(x) <= 1e-30f);
 }
 
 TEST_CASE("key_codes' scores and its term of the mass are the log-mass of decoded keys", "[completion]") {

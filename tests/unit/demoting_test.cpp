@@ -564,3 +564,18 @@ TEST_CASE("what cannot be coded as a policy says is refused", "[eviction][demoti
   recent.recent = 1.0f;
   refuses(recent, "mikv: recent of 1 is not a share");
 }
+
+TEST_CASE("a sequence without a prompt has the ratio 1, whoever had its place before",
+          "[eviction][demoting]") {
+  dice random(11);
+  layered_text text{.layers = 3, .query_heads = 2, .kv_heads = 1, .tokens = 120};
+  text.draw(random, 2.0f);
+  freekv::arkv_split policy;
+  policy.window = 8;
+  freekv::host_backend backend;
+  pipeline_of<freekv::arkv_split> p(settings_of(policy, text, 40, 60), backend);
+  const auto without_prompt = [&] { return run(p, text, 0, [](auto, int, auto) {}); };
+  const auto expected = without_prompt();
+  run(p, text, 60, [](auto, int, auto) {});
+  CHECK(without_prompt() == expected);
+}

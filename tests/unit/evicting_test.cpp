@@ -1364,3 +1364,138 @@ TEST_CASE("rows of prompts are observed where they are staged", "[eviction][erro
   refused(in_place{});
   refused(all_in_place{});
 }
+
+TEST_CASE("log-sum-exps over what is kept are to base 2 where the settings say so", "[eviction]") {
+  for (const any_eviction& eviction : {any_eviction(freekv::h2o{}), any_eviction(freekv::mikv{})}) {
+    auto s = settings_of(eviction);
+    const text source(s, 24, 60, 1);
+    freekv::host_backend backend;
+    forgetful natural(s, backend);
+    s.attention.lse_base = freekv::log_base::two;
+    forgetful binary(s, backend);
+    const auto a = natural.open(), b = binary.open();
+    for (const auto& [tokens, phase] :
+         {std::pair(50, step_phase::prefill), std::pair(1, step_phase::decode)}) {
+      const auto of_e = run_step(natural, a, source, tokens, phase),
+                 of_two = run_step(binary, b, source, tokens, phase);
+      CHECK(same_bits(of_two.out, of_e.out));
+      for (std::size_t i = 0; i < of_e.lse.size(); ++i)
+        CHECK(is_near(double{of_two.lse[i]}, double{of_e.lse[i]} / std::log(2.0), 1e-5));
+    }
+  }
+}
+
+namespace {
+
+/// Gives the first head all that heads have together.
+struct all_to_the_first : freekv::layer_defensive_kv {
+  void allocate(const statistic*, const freekv::eviction_heads& over, int* budgets) const {
+    std::fill_n(budgets, over.layers * over.kv_heads, 0);
+    budgets[0] = over.layers * over.kv_heads * over.budget;
+  }
+};
+/// Beside the first token all are worth the most that there is.
+struct worth_most : freekv::tova {
+  bool protects(int token, const freekv::eviction_moment&) const { return token < 1; }
+  std::uint32_t worth(const unit_state&) const { return ~std::uint32_t{0}; }
+};
+
+}  // namespace
+
+TEST_CASE("heads share out what they have when a prompt is longer than the budget alone", "[eviction]") {
+  using pipeline = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, all_to_the_first>;
+  pipeline::settings s;
+  s.model = {.layers = 1, .query_heads = 2, .kv_heads = 2};
+  s.budget = 40;
+  s.capacity = {.max_prompt = 60, .max_generated = 10, .max_sequences = 3};
+  s.plan = {{0}};
+  const text source(s, 24, 70, 1);
+  freekv::host_backend backend;
+  pipeline p(s, backend);
+  for (const int prompt : {39, 40, 41}) {
+    const auto id = p.open();
+    run_step(p, id, source, prompt, step_phase::prefill);
+    run_step(p, id, source, 1, step_phase::decode);
+    CHECK(attended(p, 0, id, 1).size() == (prompt > 40 ? 1u : count(prompt) + 1));
+  }
+}
+
+TEST_CASE("what is protected stays whatever the others are worth", "[eviction]") {
+  using pipeline = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, worth_most>;
+  pipeline::settings s;
+  s.model = {.layers = 1, .query_heads = 1, .kv_heads = 1};
+  s.budget = 4;
+  s.capacity = {.max_prompt = 8, .max_generated = 4};
+  s.plan = {{0}};
+  const text source(s, 24, 12, 1);
+  freekv::host_backend backend;
+  pipeline p(s, backend);
+  const auto id = p.open();
+  run_step(p, id, source, 8, step_phase::prefill);
+  run_step(p, id, source, 1, step_phase::decode);
+  CHECK(attended(p, 0, id, 0) == std::vector{0, 5, 6, 7, 8});
+  run_step(p, id, source, 1, step_phase::decode);
+  CHECK(attended(p, 0, id, 0) == std::vector{0, 6, 7, 8, 9});
+}
+
+TEST_CASE("lazy_eviction keeps what attention has come back to before what it never has", "[eviction]") {
+  const freekv::lazy_eviction lazy{.window = 4, .threshold = 0.1f};
+  freekv::lazy_eviction::unit_state inactive{}, without{};
+  lazy.on_append(inactive, 2), lazy.on_append(without, 3);
+  for (int row = 3; row <= 9; ++row) {
+    lazy.on_attended(inactive, row == 4 ? 0.5f : 0.0f, row);
+    if (row > 3) lazy.on_attended(without, 0.0f, row);
+  }
+  freekv::lazy_eviction::unit_state fresh{};
+  lazy.on_append(fresh, 9);
+  CHECK(lazy.worth(without) < lazy.worth(inactive));
+  CHECK(lazy.worth(inactive) < lazy.worth(fresh));  // it has no two such rows, and has one now
+}
+
+TEST_CASE("raas protects the pages that lie in the sink as a whole", "[eviction]") {
+  const freekv::raas policy{.page = 8, .sink = 12, .window = 8};
+  const freekv::eviction_moment at{.budget = 40, .prompt = 80, .tokens = 80};
+  CHECK(policy.protects(0, at));
+  CHECK_FALSE(policy.protects(8, at));
+}
+
+TEST_CASE("a sequence that forgets knows nothing of the one whose place it takes", "[eviction]") {
+  for (const any_eviction& eviction :
+       {any_eviction(freekv::h2o{}), any_eviction(freekv::mikv{}), any_eviction(freekv::q_hitter{})}) {
+    INFO(name_of(eviction));
+    const auto s = settings_of(eviction);
+    const text source(s, 24, 130, 1);
+    freekv::host_backend backend;
+    forgetful p(s, backend);
+    const auto first = p.open();
+    const auto expected = decode(p, first, source, 60);  // without a prompt
+    p.release(first);
+    const auto before = p.open();
+    run_step(p, before, source, 60, step_phase::prefill);
+    decode(p, before, source, 2);
+    p.release(before);
+    const auto id = p.open();
+    REQUIRE(id == before);
+    CHECK(p.kept_bytes(id) == 0);
+    for (int layer = 1; layer < 3; ++layer) {
+      const auto report = p.report(layer)[id];
+      for (std::size_t head = 0; head < 2; ++head) {
+        CHECK(report.attended_count[head] == 0);
+        CHECK((report.coded_count.empty() || report.coded_count[head] == 0));
+      }
+    }
+    CHECK(decode(p, id, source, 60) == expected);
+  }
+}
+
+TEST_CASE("kept bytes are those of layers that forget", "[eviction]") {
+  const auto s = settings_of(freekv::h2o{});
+  const text source(s, 24, 130, 1);
+  freekv::host_backend backend;
+  forgetful p(s, backend);
+  const auto id = p.open();
+  run_step(p, id, source, 60, step_phase::prefill);
+  CHECK(p.kept_bytes(id) == 0);
+  decode(p, id, source, 1);
+  CHECK(p.kept_bytes(id) == 2 * 2 * 40 * row_bytes);  // of the first of three layers none
+}

@@ -1137,3 +1137,13 @@ TEST_CASE("errors of several threads reach the thread whose call it was", "[file
     CHECK(wrong == std::array{0, 0, 0, 0});
   }
 }
+
+TEST_CASE("a transfer is given up after tries in a row without a byte", "[file_store]") {
+  freekv::detail::transfer_progress progress;
+  const freekv::detail::file_read request{0, nullptr, 1000};
+  using state = freekv::detail::transfer_progress::state;
+  for (long byte = 1; byte < 5; ++byte) {
+    for (int i = 0; i < 60; ++i) REQUIRE(progress.after(-EAGAIN, request) == state::more);
+    REQUIRE(progress.after(1, request) == state::more);
+  }
+}

@@ -137,6 +137,19 @@ TEST_CASE("a fork without a page for its copy is told so, and goes on when there
   CHECK_THROWS_AS(pipeline.begin_step({{child}}), freekv::pool_exhausted);
 }
 
+TEST_CASE("of those that share an open page the last one writes to it", "[fork]") {
+  auto s = tiny_settings();
+  s.capacity.max_sequences = 2;
+  s.capacity.store_tokens = 24;  // 3 pages
+  const text source(s, head_dim, 60, 1);
+  fresh f(s);
+  prompt_only(f.pipeline, f.id, source, 12);
+  const auto child = f.pipeline.fork(f.id);
+  CHECK(f.pipeline.free_pages() == 1);
+  run_step(f.pipeline, {{f.id, &source}, {child, &source}});
+  CHECK(f.pipeline.free_pages() == 0);
+}
+
 TEST_CASE("a prefix outlives its sequence; others begin with it as with a prompt", "[fork]") {
   for (std::uint64_t seed = 1; seed <= some_of(15u); ++seed) {
     dice d(seed);
@@ -168,6 +181,24 @@ TEST_CASE("a prefix outlives its sequence; others begin with it as with a prompt
     pipeline.release(a);
     pipeline.release(b);
     CHECK(pipeline.free_pages() == all_pages);
+  }
+}
+
+TEST_CASE("what begins with a prefix can be cut inside a page of it", "[fork]") {
+  for (const bool in_file : {false, true}) {
+    auto s = tiny_settings();
+    if (in_file) s.capacity.store_file = {.path = "/tmp"};
+    s.capacity.max_sequences = 3;
+    const text source(s, head_dim, 120, 1);
+    freekv::host_backend backend;
+    tiny_pipeline p(s, backend);
+    const auto first = p.open();
+    prompt_only(p, first, source, 100);
+    const auto prefix = p.keep_prefix(first, 96);
+    const auto cut = p.open(prefix), whole = p.open();
+    p.truncate(cut, 85);
+    prompt_only(p, whole, source, 85);
+    CHECK(decode(p, cut, source, 10) == decode(p, whole, source, 10));
   }
 }
 

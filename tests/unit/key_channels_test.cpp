@@ -312,3 +312,7 @@ TEST_CASE("what is no prompt's rows is refused", "[codec]") {
                     Catch::Contains("17 channels are not among the 16 of a key"));
   CHECK_THROWS_AS(choose({4, 2}, -1, keys.size(), queries.size(), 4), usage_error);
 }
+
+TEST_CASE("half an eight of kept channels is rounded up", "[codec]") {
+  CHECK(freekv::key_channels{.pruned = 0.5f}.kept(24) == 16);  // of 12
+}

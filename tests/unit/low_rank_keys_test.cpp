@@ -198,6 +198,18 @@ TEMPLATE_TEST_CASE("a key too large for the coefficients is lost for its own hea
   }
 }
 
+TEST_CASE("what is lost among the first 32 tokens of a page is lost of no token after", "[codec]") {
+  dice d(7);
+  for (int trial = 0; trial < 20; ++trial) {
+    factored_page<half, 64> page(d, 40);
+    if (page.tokens <= 32) continue;
+    page.keys.back()[70] = freekv::from_float<half>(quiet_nan);
+    const auto back = page.decoded({0, page.tokens});
+    for (int t = 0; t < page.tokens; ++t)
+      CHECK(std::isnan(freekv::to_float(back.keys.back()[count(t * 64)])) == (t == 1));
+  }
+}
+
 TEST_CASE("some rows of a page are read as all are", "[codec]") {
   dice d(4);
   for (int trial = 0; trial < some_of(10); ++trial) {

@@ -164,6 +164,44 @@ TEST_CASE("each part of the memory has the size that its shape says", "[memory]"
   CHECK(pipeline.free_pages() == 2);
 }
 
+TEST_CASE("heads of their own kinds, codecs in fast memory and units have the bytes of their shape",
+          "[memory]") {
+  freekv::host_backend backend;
+  {
+    using by_heads =
+        freekv::retrieval_pipeline<freekv::kv_shape<float, 8>, freekv::page_size<8>, freekv::by_head>;
+    const by_heads::footprint needs(
+        {.model = {.layers = 1, .query_heads = 4, .kv_heads = 4},
+         .capacity = {.max_tokens = 800},
+         .plan = {.kinds = {freekv::layer_kind::complete, freekv::layer_kind::retrieval,
+                            freekv::layer_kind::window, freekv::layer_kind::retrieval},
+                  .kv_heads = 4}},
+        backend);
+    CHECK(needs.bytes().complete == 800 * 2 * 8 * sizeof(float));
+    CHECK(needs.bytes().store == 4 * needs.bytes().complete);
+  }
+  {
+    using low =
+        freekv::retrieval_pipeline<freekv::kv_shape<float, 8>, freekv::page_size<8>, freekv::low_rank_keys<4>,
+                                   freekv::every_layer<freekv::layer_kind::retrieval>>;
+    const std::vector<float> basis(5 * 8);
+    low::settings s{.model = {.layers = 1, .query_heads = 1, .kv_heads = 1}, .capacity = {.max_tokens = 800}};
+    s.codec.basis = {basis.data(), 1, 1, 4, 8};
+    const auto bytes = low::footprint(s, backend).bytes();
+    CHECK(bytes.codec >= 800 * 4 * sizeof(float));
+    CHECK(bytes.fast_tier() == bytes.slots + bytes.summaries + bytes.codec + bytes.complete);
+  }
+  {
+    using units =
+        freekv::retrieval_pipeline<freekv::kv_shape<float, 8>, freekv::page_size<8>, freekv::unit<4>>;
+    units::settings s{.model = {.layers = 2, .query_heads = 1, .kv_heads = 1},
+                      .capacity = {.max_tokens = 800}};
+    CHECK(units(s, backend).slice_bytes() == 2 * 4 * 8 * sizeof(float));
+    s.capacity.store_file = {.path = "/tmp"};
+    CHECK(units(s, backend).slice_bytes() == 2 * 8 * 8 * sizeof(float));
+  }
+}
+
 TEST_CASE("where query heads select each for itself, a KV head has slots for all their pages", "[memory]") {
   using freekv::retrieval_pipeline, freekv::page_size;
   using shape = freekv::kv_shape<freekv::half, 24>;

@@ -568,3 +568,42 @@ TEST_CASE("policies that cannot merge as they say are refused", "[eviction][merg
   d2o.beta = 1.5f;
   refuses(d2o, "d2o: recent of 0.25 and a beta of 1.5");
 }
+
+TEST_CASE("hard_kv_pairs merges nothing into a token without a share", "[eviction][merging]") {
+  const std::vector<std::int32_t> tokens{3, 5, 8, 40, 4, 6, 7};  // 40 is of the window
+  const std::vector<double> shares{0.1, 0.0, 0.3, 0.05, 0.02, 0.01, 0.02};
+  std::vector<std::int32_t> scratch(7);
+  std::vector<freekv::merge_fate> fates(7);
+  freekv::hard_kv_pairs::head_memory memory;
+  freekv::hard_kv_pairs{{.window = 1}}.merge({.staying = 4,
+                                              .leaving = 3,
+                                              .tokens = tokens.data(),
+                                              .shares = shares.data(),
+                                              .scratch = scratch.data()},
+                                             {.tokens = 41}, memory, fates.data());
+  CHECK(std::vector{fates[4].into, fates[5].into, fates[6].into} == std::vector{0, 2, 2});
+}
+
+TEST_CASE("r_kv counts a key that is exactly as similar as it says", "[eviction][merging]") {
+  // Cosines: of 0 and 1 exactly 0.5, of all others 0.
+  const int n = 3, d8 = 8;
+  std::vector<float> keys(count(n * d8)), numbers(32), scratch(64);
+  keys[0] = 1.0f;
+  for (int x = 0; x < 4; ++x) keys[count(d8 + x)] = 1.0f;
+  keys[count(2 * d8 + 7)] = 1.0f;
+  std::vector<float> worths(8);
+  const std::vector<std::int32_t> tokens{0, 1, 2};
+  const freekv::r_kv policy{.lambda = 0.0f, .window = 1, .kernel = 1, .similar = 0.5f};
+  policy.observe({.units = n,
+                  .tokens = tokens.data(),
+                  .rows = 1,
+                  .heads = 1,
+                  .numbers = numbers.data(),
+                  .scratch = scratch.data(),
+                  .keys = keys.data(),
+                  .head_dim = d8,
+                  .stride = 16},
+                 {}, worths.data());
+  CHECK(worths[0] < worths[2]);  // 0 and 1 are like each other, 2 is like none
+  CHECK(worths[1] < worths[2]);
+}

@@ -272,3 +272,37 @@ TEST_CASE("missing_share corrects whom its definition does, and exchanges as man
   CHECK(some > 20);
   CHECK(otherwise > 100);
 }
+
+TEST_CASE("shares of NaN flag a head, but none whose selection is the best one", "[missing_share]") {
+  const std::int32_t best[] = {3, 4};
+  const auto nothing = [](const std::int32_t*, int) { return quiet_nan; };
+  const auto correct = [&](std::int32_t* selected, bool& corrected) {
+    return freekv::detail::correct_selection(freekv::missing_share{.delta = 1.0f}, {selected, best, 2, 2},
+                                             corrected, nothing, [](std::int32_t unit) { return unit; });
+  };
+  std::int32_t same[] = {3, 4}, other[] = {3, 5};
+  bool corrected = false;
+  CHECK(correct(same, corrected) == 2);
+  CHECK_FALSE(corrected);
+  CHECK(correct(other, corrected) == 2);
+  CHECK(corrected);
+  CHECK(std::equal(best, best + 2, other));
+}
+
+TEST_CASE("where all that is selected is among the best, the best unit that is missed comes besides",
+          "[missing_share]") {
+  std::int32_t selected[3] = {4, -9, -9};
+  const std::int32_t best[] = {2, 4, 6};
+  const float masses[] = {0, 0, 0.3f, 0, 0.4f, 0, 0.2f};
+  bool corrected = false;
+  CHECK(freekv::detail::correct_selection(
+            freekv::mass_deficit{.delta = 0.3f, .partial = true}.at(0), {selected, best, 1, 3}, corrected,
+            [&](const std::int32_t* units, int n) {
+              float sum = 0;
+              for (int i = 0; i < n; ++i) sum += masses[units[i]];
+              return sum;
+            },
+            [&](std::int32_t unit) { return masses[unit]; }) == 2);
+  CHECK(corrected);
+  CHECK((selected[0] == 2 && selected[1] == 4));
+}

@@ -405,3 +405,47 @@ TEST_CASE("what colliding does not go with is refused in a sentence", "[sampling
   ranks.capacity.max_decode_rows = 3;
   CHECK_NOTHROW(freekv::checked_settings<d>(ranks));
 }
+
+TEST_CASE("where every token collides a sample is full attention, under a soft cap too", "[sampling]") {
+  const text of(7);
+  freekv::host_backend backend;
+  const std::vector<float> data = basis_of(1, 300);
+  any_sampling::settings s;
+  s.model = {.layers = 1, .query_heads = 1, .kv_heads = 1};
+  s.budget = {.sink = 0, .window = 8, .selected_units = 64};
+  s.capacity.max_tokens = 64;
+  s.attention.soft_cap = 0.5f;
+  s.summary = {{1}, {300}, {data.data(), 1, 1, 300, d}};
+  any_sampling pipeline(s, backend);
+  const auto id = pipeline.open();
+  const auto part = [](const std::vector<float>& all, int first, int rows) {
+    return std::span(all).subspan(count(first * d), count(rows * d));
+  };
+  auto prompt = pipeline.begin_step({{id, text::prompt, freekv::step_phase::prefill}});
+  prompt.append<float>(0,
+                       {.keys = part(of.keys, 0, text::prompt), .values = part(of.values, 0, text::prompt)});
+  prompt.end();
+  std::vector<float> out(d), full(d);
+  float lse = 0.0f, full_lse = 0.0f;
+  auto step = pipeline.begin_step({{id}});
+  step.append<float>(0, {.keys = part(of.keys, text::prompt, 1),
+                         .values = part(of.values, text::prompt, 1),
+                         .queries = of.query});
+  step.attend(0, out, {&lse, 1});
+  step.attend_full(0, full, {&full_lse, 1});
+  step.end();
+  CHECK(lse == Approx(full_lse).epsilon(1e-6));
+  for (int i = 0; i < d; ++i) CHECK(out[count(i)] == Approx(full[count(i)]).margin(2e-6));
+}
+
+TEST_CASE("the cosine with a key at the centre is 0, and so is that with a query of length 0", "[sampling]") {
+  const std::vector<float> data = basis_of(1, 8), zero(d);
+  const auto of_head = any_signatures{{2}, {4}, {data.data(), 1, 1, 8, d}}.at(0, 0);
+  const float at_0 = -freekv::detail::log_chance_of_two(0.0f, 2, 4);
+  const std::vector<float> query(d, 1.0f), key(d, 2.0f);
+  for (const executor on : executors())
+    run_on(on, [&](auto team) {
+      CHECK(is_near(of_head.log_weight(team, {query.data(), 1, d}, data.data()), at_0, 1e-5));
+      CHECK(is_near(of_head.log_weight(team, {zero.data(), 1, d}, key.data()), at_0, 1e-5));
+    });
+}

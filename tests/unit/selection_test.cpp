@@ -3,17 +3,20 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/algorithms/match_slots.hpp>
 #include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/backend/host/select.hpp>
 #include <freekv/policies/pooling.hpp>
+#include <limits>
 #include <map>
 #include <set>
 #include <vector>
 
 #include "../catch.hpp"
+#include "../instruction_sets.hpp"
 #include "rows.hpp"
 
 namespace {
@@ -196,6 +199,18 @@ TEST_CASE("scores at the largest float share the mass among themselves", "[pooli
     CHECK(pooled[4] == -inf);
     for (const float x : pooled) CHECK_FALSE(std::isnan(x));
   }
+}
+
+TEST_CASE("the mean of largest floats is finite for every group size", "[pooling]") {
+  for (int group = 1; group <= 16; ++group)
+    for (const auto set : instruction_sets()) {
+      std::vector<float> scores(count(group) * 16, std::numeric_limits<float>::max()), pooled(16), sums(16);
+      freekv::host::workspace w;
+      w.scores = scores.data(), w.pooled = pooled.data(), w.log_sums = sums.data();
+      freekv::host::pool_candidates(set, freekv::mean_score{}, group, 16, 16, w);
+      INFO(group);
+      for (const float x : pooled) CHECK(std::isfinite(x));
+    }
 }
 
 TEST_CASE("keys of scores order like the scores, and ties go to the smaller page", "[ordered_key]") {

@@ -373,3 +373,25 @@ TEST_CASE("each layer may have a budget of its own", "[sequences]") {
   s.budget_of_layer = {{0, 8, 1}, {4, 8, 1}, {0, 8, 1}};
   CHECK_THROWS_WITH(fresh(s), "sink of 4 tokens is not a multiple of the page size 8");
 }
+
+TEST_CASE("a new sequence has attended to nothing, whoever had its place before", "[sequences]") {
+  auto s = tiny_settings();
+  const text source(s, head_dim, 120, 1);
+  fresh f(s);
+  prompt_only(f.pipeline, f.id, source, 100);
+  run_step(f.pipeline, f.id, source, 1, step_phase::decode);
+  CHECK(f.pipeline.report(1)[f.id].attended_count[0] == 2);
+  f.pipeline.release(f.id);
+  const auto next = f.pipeline.open();
+  REQUIRE(next == f.id);
+  for (int layer = 0; layer < 3; ++layer) {
+    const auto report = f.pipeline.report(layer)[next];
+    for (int head = 0; head < 2; ++head) {
+      CHECK(report.attended_count[count(head)] == 0);
+      CHECK(report.corrected[count(head)] == 0);
+      CHECK(report.recalled[count(head)] + report.recalled_before_attention[count(head)] +
+                report.promoted[count(head)] ==
+            0);
+    }
+  }
+}

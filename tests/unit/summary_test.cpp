@@ -386,6 +386,43 @@ void compare_together(const Policy& policy, dice& d) {
   }
 }
 
+TEST_CASE("units scored together by queries near the largest float score what each scores alone",
+          "[summary]") {
+  dice d(38);
+  int different = 0, highest = 0;
+  for (int trial = 0; trial < 30; ++trial) {
+    const int dim = 64, tokens = 8, units = d.between(16, 70), group = d.one_of({2, 4, 5}), stride = units;
+    freekv::key_codebooks form{nullptr, 1, 1, dim, 2, 2, 3, 2};
+    const auto data = random_codebooks(d, form);
+    form.data = data.data();
+    const freekv::key_codes<3, 2> codes{{}, {}, form};
+    const auto policy = codes.at(0, 0);
+    const freekv::kv_extent unit{tokens, dim};
+    const std::size_t bytes = freekv::summary_bytes<float>(codes, unit);
+    std::vector<std::byte> stored(count(units) * bytes);
+    for (std::byte& b : stored) b = static_cast<std::byte>(d.below(255));
+    auto queries = normals(d, count(group * dim), 1e38f);
+    for (float& x : queries) x = std::clamp(x, -largest, largest);
+    std::vector<float> prepared(count(freekv::prepared_queries::floats(group, policy.query_width(dim)))),
+        together(count(group * stride), 7.0f), alone = together;
+    for (const executor on : executors()) {
+      run_on(on, [&](auto team) {
+        const auto by =
+            freekv::prepare_group(team, policy, {queries.data(), group, dim}, 1.0f, prepared.data());
+        freekv::detail::score_units<float>(team, policy, unit, stored.data(), bytes, units, by, nullptr,
+                                           {together.data(), stride});
+        for (int j = 0; j < units; ++j)
+          freekv::detail::score_unit<float>(team, policy, unit, stored.data() + count(j) * bytes, by, nullptr,
+                                            {alone.data() + j, stride});
+      });
+      different += !same_bits(together, alone);
+      for (const float x : together) highest += x == largest;
+    }
+  }
+  CHECK(different == 0);
+  CHECK(highest > 10);
+}
+
 TEMPLATE_TEST_CASE("pages scored together score what each scores alone", "[summary]", float, half, bfloat16) {
   dice d(12);
   using freekv::number_format;

@@ -533,3 +533,20 @@ TEST_CASE("verified_share flags a head of which it knows nothing, and none that 
   }
   CHECK(corrected == std::vector<std::array<int, 2>>{{1, 1}, {1, 0}, {0, 0}, {0, 1}});
 }
+
+TEST_CASE("where a selection was dropped nothing is said of what it missed", "[verified_share]") {
+  dice dice(97);
+  const sizes of{};
+  const auto basis = random_basis(dice, of.kv_heads, d, d);
+  freekv::host_backend backend;
+  exact pipeline(settings_of<exact>(of, basis, d, d), backend);
+  const rows_of_text text(dice, pipeline.configuration().capacity.max_tokens, pipeline.configuration());
+  const auto id = pipeline.open();
+  run(pipeline, id, text, 100, step_phase::prefill);
+  for (int step = 0; step < 3; ++step) run(pipeline, id, text, 1, step_phase::decode);
+  for (const float number : missed_of(pipeline, id)) CHECK(number == number);
+  SECTION("by a prompt's rows") { run(pipeline, id, text, 5, step_phase::prefill); }
+  SECTION("by a truncation") { pipeline.truncate(id, 100); }
+  run(pipeline, id, text, 1, step_phase::decode);
+  for (const float number : missed_of(pipeline, id)) CHECK(number != number);
+}
