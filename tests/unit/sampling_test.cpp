@@ -229,13 +229,15 @@ using any_sampling =
                                freekv::always, freekv::any_of<freekv::resident, freekv::in_place>,
                                freekv::every_layer<freekv::layer_kind::retrieval>>;
 
-answer answer_to(const text& of, std::uint64_t seed, int bits, int tables, bool in_place) {
+answer answer_to(const text& of, std::uint64_t seed, int bits, int tables, bool in_place,
+                 float soft_cap = 0.0f) {
   static freekv::host_backend backend({.overlap = false});
   const std::vector<float> data = basis_of(seed, bits * tables);
   any_sampling::settings s;
   s.model = {.layers = 1, .query_heads = 1, .kv_heads = 1};
   s.budget = {.sink = 0, .window = 8, .selected_units = 64};
   s.capacity.max_tokens = 64;
+  s.attention.soft_cap = soft_cap;
   s.summary = {{bits}, {tables}, {data.data(), 1, 1, bits * tables, d}};
   if (in_place)
     s.route = freekv::in_place{};
@@ -309,14 +311,15 @@ TEST_CASE("the more tables, the less a sample errs", "[sampling]") {
   }
 }
 
-TEST_CASE("where every token collides a sample is full attention", "[sampling]") {
+TEST_CASE("where every token collides a sample is full attention, under a soft cap too", "[sampling]") {
   const text of(7);
-  for (const bool in_place : {false, true}) {
-    const answer a = answer_to(of, 1, 1, 300, in_place);
-    CHECK(a.selected == 56);
-    CHECK(a.lse == Approx(a.full_lse).epsilon(1e-6));
-    for (int i = 0; i < d; ++i) CHECK(a.out[count(i)] == Approx(a.full[count(i)]).margin(2e-6));
-  }
+  for (const float soft_cap : {0.0f, 0.5f})
+    for (const bool in_place : {false, true}) {
+      const answer a = answer_to(of, 1, 1, 300, in_place, soft_cap);
+      CHECK(a.selected == 56);
+      CHECK(a.lse == Approx(a.full_lse).epsilon(1e-6));
+      for (int i = 0; i < d; ++i) CHECK(a.out[count(i)] == Approx(a.full[count(i)]).margin(2e-6));
+    }
 }
 
 TEST_CASE("where none collides there are sink and window", "[sampling]") {
@@ -404,38 +407,6 @@ TEST_CASE("what colliding does not go with is refused in a sentence", "[sampling
   ranks.unit = {8};
   ranks.capacity.max_decode_rows = 3;
   CHECK_NOTHROW(freekv::checked_settings<d>(ranks));
-}
-
-TEST_CASE("where every token collides a sample is full attention, under a soft cap too", "[sampling]") {
-  const text of(7);
-  freekv::host_backend backend;
-  const std::vector<float> data = basis_of(1, 300);
-  any_sampling::settings s;
-  s.model = {.layers = 1, .query_heads = 1, .kv_heads = 1};
-  s.budget = {.sink = 0, .window = 8, .selected_units = 64};
-  s.capacity.max_tokens = 64;
-  s.attention.soft_cap = 0.5f;
-  s.summary = {{1}, {300}, {data.data(), 1, 1, 300, d}};
-  any_sampling pipeline(s, backend);
-  const auto id = pipeline.open();
-  const auto part = [](const std::vector<float>& all, int first, int rows) {
-    return std::span(all).subspan(count(first * d), count(rows * d));
-  };
-  auto prompt = pipeline.begin_step({{id, text::prompt, freekv::step_phase::prefill}});
-  prompt.append<float>(0,
-                       {.keys = part(of.keys, 0, text::prompt), .values = part(of.values, 0, text::prompt)});
-  prompt.end();
-  std::vector<float> out(d), full(d);
-  float lse = 0.0f, full_lse = 0.0f;
-  auto step = pipeline.begin_step({{id}});
-  step.append<float>(0, {.keys = part(of.keys, text::prompt, 1),
-                         .values = part(of.values, text::prompt, 1),
-                         .queries = of.query});
-  step.attend(0, out, {&lse, 1});
-  step.attend_full(0, full, {&full_lse, 1});
-  step.end();
-  CHECK(lse == Approx(full_lse).epsilon(1e-6));
-  for (int i = 0; i < d; ++i) CHECK(out[count(i)] == Approx(full[count(i)]).margin(2e-6));
 }
 
 TEST_CASE("the cosine with a key at the centre is 0, and so is that with a query of length 0", "[sampling]") {

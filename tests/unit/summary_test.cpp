@@ -297,39 +297,66 @@ TEMPLATE_TEST_CASE("key_codes scores four query heads at once as it scores each"
   CHECK(infinite > 0);
 }
 
+/// Units of random codes, scored by key_codes together and each alone.
+class units_of_codes {
+ public:
+  units_of_codes(dice& d, int dim, int tokens, int units)
+      : unit_{tokens, dim}, units_(units), data_(random_codebooks(d, form_of(nullptr))) {
+    codes_ = {{}, {}, form_of(data_.data())};
+    bytes_ = freekv::summary_bytes<float>(codes_, unit_);
+    stored_.resize(count(units) * bytes_);
+    for (std::byte& b : stored_) b = static_cast<std::byte>(d.below(255));
+  }
+  void make_not_finite(int unit) { stored_[count(unit) * bytes_] = std::byte{255}; }
+
+  /// Calls `seen(together, alone)`, (group, stride), for each executor; what is not scored is 7.
+  template <class Seen>
+  void score(const std::vector<float>& queries, int group, float scale, int stride, const Seen& seen) const {
+    const auto policy = codes_.at(0, 0);
+    const int dim = unit_.head_dim;
+    std::vector<float> prepared(count(freekv::prepared_queries::floats(group, policy.query_width(dim)))),
+        together(count(group * stride), 7.0f), alone = together;
+    for (const executor on : executors()) {
+      run_on(on, [&](auto team) {
+        const auto by =
+            freekv::prepare_group(team, policy, {queries.data(), group, dim}, scale, prepared.data());
+        freekv::detail::score_units<float>(team, policy, unit_, stored_.data(), bytes_, units_, by, nullptr,
+                                           {together.data(), stride});
+        for (int j = 0; j < units_; ++j)
+          freekv::detail::score_unit<float>(team, policy, unit_, stored_.data() + count(j) * bytes_, by,
+                                            nullptr, {alone.data() + j, stride});
+      });
+      seen(together, alone);
+    }
+  }
+
+ private:
+  freekv::key_codebooks form_of(const float* data) const { return {data, 1, 1, unit_.head_dim, 2, 2, 3, 2}; }
+
+  freekv::kv_extent unit_;
+  int units_;
+  std::vector<float> data_;
+  freekv::key_codes<3, 2> codes_{};
+  std::size_t bytes_ = 0;
+  std::vector<std::byte> stored_;
+};
+
 TEST_CASE("units scored together by four query heads score what each scores alone", "[summary]") {
   dice d(38);
   int different = 0, finite = 0, not_numbers = 0;
   for (int trial = 0; trial < 60; ++trial) {
     const int dim = d.one_of({8, 24, 64, 128}), tokens = d.one_of({2, 4, 6, 8, 10, 12, 32, 64, 256}),
               units = d.between(1, 70), group = d.one_of({2, 3, 4, 5, 7, 8}), stride = units + d.below(3);
-    freekv::key_codebooks form{nullptr, 1, 1, dim, 2, 2, 3, 2};
-    const auto data = random_codebooks(d, form);
-    form.data = data.data();
-    const freekv::key_codes<3, 2> codes{{}, {}, form};
-    const auto policy = codes.at(0, 0);
-    const freekv::kv_extent unit{tokens, dim};
-    const std::size_t bytes = freekv::summary_bytes<float>(codes, unit);
-    std::vector<std::byte> stored(count(units) * bytes);
-    for (std::byte& b : stored) b = static_cast<std::byte>(d.below(255));
+    units_of_codes of(d, dim, tokens, units);
     for (int j = 0; j < units; ++j)
-      if (d.below(20) == 0 || j == 31) stored[count(j) * bytes] = std::byte{255};  // not finite
+      if (d.below(20) == 0 || j == 31) of.make_not_finite(j);
     const auto queries = normals(d, count(group * dim), d.one_of({0.01f, 1.0f, 100.0f}));
-    std::vector<float> prepared(count(freekv::prepared_queries::floats(group, policy.query_width(dim)))),
-        together(count(group * stride), 7.0f), alone = together;
-    for (const executor on : executors()) {
-      run_on(on, [&](auto team) {
-        const auto by =
-            freekv::prepare_group(team, policy, {queries.data(), group, dim}, 0.125f, prepared.data());
-        freekv::detail::score_units<float>(team, policy, unit, stored.data(), bytes, units, by, nullptr,
-                                           {together.data(), stride});
-        for (int j = 0; j < units; ++j)
-          freekv::detail::score_unit<float>(team, policy, unit, stored.data() + count(j) * bytes, by, nullptr,
-                                            {alone.data() + j, stride});
-      });
+    std::vector<float> scores;
+    of.score(queries, group, 0.125f, stride, [&](const auto& together, const auto& alone) {
       different += !same_bits(together, alone);
-    }
-    for (const float score : together) {
+      scores = together;
+    });
+    for (const float score : scores) {
       finite += std::fabs(score) < 1e30f && score != 7.0f;
       not_numbers += score == -inf;
     }
@@ -337,6 +364,24 @@ TEST_CASE("units scored together by four query heads score what each scores alon
   CHECK(different == 0);
   CHECK(finite > 5000);
   CHECK(not_numbers > 100);
+}
+
+TEST_CASE("units scored together by queries near the largest float score what each scores alone",
+          "[summary]") {
+  dice d(38);
+  int different = 0, highest = 0;
+  for (int trial = 0; trial < 30; ++trial) {
+    const int dim = 64, units = d.between(16, 70), group = d.one_of({2, 4, 5});
+    const units_of_codes of(d, dim, 8, units);
+    auto queries = normals(d, count(group * dim), 1e38f);
+    for (float& x : queries) x = std::clamp(x, -largest, largest);
+    of.score(queries, group, 1.0f, units, [&](const auto& together, const auto& alone) {
+      different += !same_bits(together, alone);
+      for (const float x : together) highest += x == largest;
+    });
+  }
+  CHECK(different == 0);
+  CHECK(highest > 10);
 }
 
 /// Pages of one KV head scored together and one by one.
@@ -384,43 +429,6 @@ void compare_together(const Policy& policy, dice& d) {
       wrong += together[i] != alone[i] && !is_near(together[i], static_cast<double>(alone[i]), tolerance);
     CHECK(wrong == 0);
   }
-}
-
-TEST_CASE("units scored together by queries near the largest float score what each scores alone",
-          "[summary]") {
-  dice d(38);
-  int different = 0, highest = 0;
-  for (int trial = 0; trial < 30; ++trial) {
-    const int dim = 64, tokens = 8, units = d.between(16, 70), group = d.one_of({2, 4, 5}), stride = units;
-    freekv::key_codebooks form{nullptr, 1, 1, dim, 2, 2, 3, 2};
-    const auto data = random_codebooks(d, form);
-    form.data = data.data();
-    const freekv::key_codes<3, 2> codes{{}, {}, form};
-    const auto policy = codes.at(0, 0);
-    const freekv::kv_extent unit{tokens, dim};
-    const std::size_t bytes = freekv::summary_bytes<float>(codes, unit);
-    std::vector<std::byte> stored(count(units) * bytes);
-    for (std::byte& b : stored) b = static_cast<std::byte>(d.below(255));
-    auto queries = normals(d, count(group * dim), 1e38f);
-    for (float& x : queries) x = std::clamp(x, -largest, largest);
-    std::vector<float> prepared(count(freekv::prepared_queries::floats(group, policy.query_width(dim)))),
-        together(count(group * stride), 7.0f), alone = together;
-    for (const executor on : executors()) {
-      run_on(on, [&](auto team) {
-        const auto by =
-            freekv::prepare_group(team, policy, {queries.data(), group, dim}, 1.0f, prepared.data());
-        freekv::detail::score_units<float>(team, policy, unit, stored.data(), bytes, units, by, nullptr,
-                                           {together.data(), stride});
-        for (int j = 0; j < units; ++j)
-          freekv::detail::score_unit<float>(team, policy, unit, stored.data() + count(j) * bytes, by, nullptr,
-                                            {alone.data() + j, stride});
-      });
-      different += !same_bits(together, alone);
-      for (const float x : together) highest += x == largest;
-    }
-  }
-  CHECK(different == 0);
-  CHECK(highest > 10);
 }
 
 TEMPLATE_TEST_CASE("pages scored together score what each scores alone", "[summary]", float, half, bfloat16) {

@@ -22,6 +22,18 @@ bool same_outputs(const sequence_result& a, const sequence_result& b) {
   return same_bits(a.out, b.out) && same_bits(a.lse, b.lse);
 }
 
+/// Cuts a sequence to `kept` tokens, after which another text follows: it goes on as one whose prompt these
+/// were.
+void compare_with_prompt(fresh& used, const tiny_pipeline::settings& s, const text& source, int kept,
+                         std::uint64_t seed) {
+  used.pipeline.truncate(used.id, kept);
+  CHECK(used.pipeline.free_pages() == 25 - (kept + 7) / 8);
+  const text other = text::spliced(source, kept, text(s, head_dim, text_tokens, seed + 1000));
+  fresh clean(s);
+  if (kept > 0) prompt_only(clean.pipeline, clean.id, other, kept);
+  CHECK(decode(used.pipeline, used.id, other, 30) == decode(clean.pipeline, clean.id, other, 30));
+}
+
 }  // namespace
 
 TEST_CASE("rejected drafts leave no trace but the candidates that were fixed with them", "[truncate]") {
@@ -80,14 +92,8 @@ TEST_CASE("what is taken back further is forgotten: as if the rest had been the 
       decode_rows(used, source, d.between(1, s.capacity.max_decode_rows));
     const int last = used.pipeline.tokens(used.id) - s.capacity.max_decode_rows;
     const int kept = d.below(8) == 0 ? 0 : d.below(std::max(1, last));
-    used.pipeline.truncate(used.id, kept);
-    CHECK(used.pipeline.free_pages() == 25 - (kept + 7) / 8);
-
-    const text other = text::spliced(source, kept, text(s, head_dim, text_tokens, seed + 1000));
-    fresh clean(s);
-    if (kept > 0) prompt_only(clean.pipeline, clean.id, other, kept);
     INFO("seed " << seed << ", " << kept << " of " << last + s.capacity.max_decode_rows << " tokens kept");
-    CHECK(decode(used.pipeline, used.id, other, 30) == decode(clean.pipeline, clean.id, other, 30));
+    compare_with_prompt(used, s, source, kept, seed);
   }
 }
 
@@ -143,12 +149,8 @@ TEST_CASE("with exactly the last append the selection is taken back", "[truncate
       decode_rows(used, source, d.between(1, s.capacity.max_decode_rows));
     const int kept = used.pipeline.tokens(used.id);
     decode_rows(used, source, s.capacity.max_decode_rows);
-    used.pipeline.truncate(used.id, kept);
-    const text other = text::spliced(source, kept, text(s, head_dim, text_tokens, seed + 1000));
-    fresh clean(s);
-    prompt_only(clean.pipeline, clean.id, other, kept);
     INFO("seed " << seed << ", " << kept << " tokens kept");
-    CHECK(decode(used.pipeline, used.id, other, 20) == decode(clean.pipeline, clean.id, other, 20));
+    compare_with_prompt(used, s, source, kept, seed);
   }
 }
 
